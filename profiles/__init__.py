@@ -1,0 +1,1 @@
+"""Shipped head profiles (JSON, package data)."""

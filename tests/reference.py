@@ -1,0 +1,349 @@
+"""The slow, obviously right implementation that every policy is held to.
+
+`Reference.replay` runs ONE request through a Hugging Face causal LM. Nothing is ever deleted: keys and
+values of all tokens stay in plain tensors, and a boolean mask per (layer, KV head, token) says which of
+them a policy would still store. Attention is a float32 softmax over what the mask leaves, head by head.
+Written from the descriptions of the policies, sharing no code with them.
+
+Notation: L layers, H KV heads, Hq query heads, G = Hq / H, d head dim, T tokens so far, n new tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import AttentionInterface
+
+ATTENTION = "kvplug_reference"
+
+Budgets = list[list[int]]  # [L][H] -> number of tokens
+Positions = list[list[list[int]]]  # [L][H] -> ascending token positions
+
+
+@dataclass
+class Layer:
+    """What one layer has seen of a request. New tokens are appended by every forward pass.
+
+    queries [Hq, n, d], those of the latest forward pass; keys, values [H, T, d]; both after RoPE.
+    keep [H, T] bool: the token is still stored for that head. scale: softmax scale.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    keep: torch.Tensor
+    scale: float
+
+
+class Rule:
+    """What a query sees, and what each head keeps of a prompt. The default keeps everything."""
+
+    newest = 0  # so many of the prompt's last tokens are kept before all others
+
+    def sees(self, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        """query_pos [n], key_pos [T] -> bool [n, T]. What the newest query cannot see is not stored."""
+        return key_pos[None, :] <= query_pos[:, None]
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> Budgets | None:
+        """Tokens that each head keeps of a complete prompt of `tokens`; None: nothing is dropped."""
+        return None
+
+    def scores(self, index: int, layer: Layer) -> torch.Tensor:
+        """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Full(Rule):
+    """Every token of every head."""
+
+
+@dataclass(frozen=True)
+class Streaming(Rule):
+    """The first `sinks` tokens and the last `window`, for every query of prompt and answer alike."""
+
+    sinks: int = 4
+    window: int = 1024
+
+    def sees(self, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        query_pos, key_pos = query_pos[:, None], key_pos[None, :]
+        recent = key_pos > query_pos - self.window
+        return (key_pos <= query_pos) & (recent | (key_pos < self.sinks))
+
+
+@dataclass(frozen=True)
+class SnapKV(Rule):
+    """Each head keeps the last `window` tokens, and those before them that the window's queries attend to."""
+
+    ratio: float | None = None
+    budget_tokens: int | None = None
+    window: int = 64
+    kernel: int = 5
+
+    @property
+    def newest(self) -> int:
+        return self.window
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
+        return [[uniform_budget(tokens, self.ratio, self.budget_tokens)] * heads for _ in range(layers)]
+
+    def scores(self, index: int, layer: Layer) -> torch.Tensor:
+        before = max(layer.keys.shape[1] - self.window, 0)  # tokens before the window
+        result = torch.full(layer.keep.shape, torch.inf)  # the window itself is kept anyway
+        for head in range(len(result)):
+            votes = [a[:, :before].mean(0) for a in group_attention(layer, head, self.window)]
+            result[head, :before] = torch.stack([average_pool(v, self.kernel) for v in votes]).mean(0)
+        return result
+
+
+@dataclass(frozen=True)
+class RandomKeep(Rule):
+    """Each head keeps tokens of the prompt drawn from its own generator."""
+
+    ratio: float | None = None
+    seed: int = 0
+    budget_tokens: int | None = None
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
+        return [[uniform_budget(tokens, self.ratio, self.budget_tokens)] * heads for _ in range(layers)]
+
+    def scores(self, index: int, layer: Layer) -> torch.Tensor:
+        heads, tokens = layer.keep.shape
+        first = (self.seed * 1_000_003 + index) * 1_000_003
+        generators = [torch.Generator().manual_seed(first + head) for head in range(heads)]
+        return torch.stack([torch.rand(tokens, generator=generator) for generator in generators])
+
+
+@dataclass(frozen=True)
+class HeteroCache(Rule):
+    """Volatile and pivot heads keep all; anchors and satellites share the rest by their profiled weight.
+
+    profile: a head profile's JSON as a dict, with roles [L][H] and weights [L][H] (-1 for full heads).
+    """
+
+    profile: dict[str, Any]
+    rho: float = 0.5
+    window: int = 1
+    kernel: int = 5
+    min_tokens: int = 16
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
+        roles, weights = self.profile["roles"], self.profile["weights"]
+        pairs = [(i, h) for i in range(layers) for h in range(heads)]
+        compressed = [(i, h) for i, h in pairs if roles[i][h] in ("anchor", "satellite")]
+        full = len(pairs) - len(compressed)
+        # In floating point on purpose: where rho * heads is not exact this is the documented value.
+        total = int((self.rho * len(pairs) - full) * tokens)
+        low = min(self.min_tokens, tokens)
+        result = [[tokens] * heads for _ in range(layers)]
+        shares = share_out(total, [weights[i][h] for i, h in compressed], low, tokens)
+        for (i, h), share in zip(compressed, shares, strict=True):
+            result[i][h] = share
+        return result
+
+    def scores(self, index: int, layer: Layer) -> torch.Tensor:
+        result = torch.empty(layer.keep.shape)
+        for head in range(len(result)):
+            votes = [a.mean(0) for a in group_attention(layer, head, self.window)]
+            result[head] = torch.stack([average_pool(v, self.kernel) for v in votes]).max(0).values
+        return result
+
+
+def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
+    """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
+    wanted = budget_tokens if budget_tokens is not None else int(tokens * (0.5 if ratio is None else ratio))
+    return max(1, min(wanted, tokens))
+
+
+def group_attention(layer: Layer, head: int, window: int) -> list[torch.Tensor]:
+    """Causal attention of the last `window` queries (or all): [window, T] per query head of the group."""
+    group = layer.queries.shape[0] // layer.keys.shape[0]
+    position = torch.arange(layer.keys.shape[1])
+    causal = position[None, :] <= position[-window:, None]
+    queries = layer.queries[head * group : (head + 1) * group, -window:]
+    return [masked_softmax(q, layer.keys[head], causal, layer.scale) for q in queries]
+
+
+def masked_softmax(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
+    """q [n, d], k [T, d], visible bool [n, T] -> attention [n, T], float32."""
+    return (q.float() @ k.float().T * scale).masked_fill(~visible, -torch.inf).softmax(-1)
+
+
+def average_pool(scores: torch.Tensor, kernel: int) -> torch.Tensor:
+    """scores [T] -> [T]: mean of the `kernel` values around each, zeros beyond both ends."""
+    padded = torch.cat([torch.zeros(kernel // 2), scores, torch.zeros(kernel)])
+    return torch.stack([padded[i : i + len(scores)] for i in range(kernel)]).sum(0) / kernel
+
+
+def share_out(total: int, weights: Sequence[float], low: int, high: int) -> list[int]:
+    """Integers in [low, high] that sum to `total` (clamped to what the bounds allow) and follow `weights`.
+
+    The exact share of a head is scale * weight, clamped; the scale is the one at which the shares sum to
+    the total. Rounded by largest remainder, ties to the earlier head.
+    """
+    total = min(max(total, len(weights) * low), len(weights) * high)
+    exact = [Fraction(w) for w in weights]
+    positive = sum(w > 0 for w in exact)
+    if total > positive * high + (len(weights) - positive) * low:
+        # All heads with a weight are full. The limit of tiny equal weights: the others share evenly.
+        others = iter(share_out(total - positive * high, [1.0] * (len(weights) - positive), low, high))
+        return [high if w > 0 else next(others) for w in exact]
+
+    def shares(scale: Fraction) -> list[Fraction]:
+        return [min(max(scale * w, Fraction(low)), Fraction(high)) for w in exact]
+
+    # Between two scales at which some head reaches a bound, the sum of the shares is a straight line.
+    bends = sorted({Fraction(0)} | {Fraction(bound) / w for w in exact if w > 0 for bound in (low, high)})
+    after = bisect_right(bends, total, key=lambda scale: sum(shares(scale)))
+    scale = bends[after - 1]
+    if after < len(bends):
+        start, end = sum(shares(scale)), sum(shares(bends[after]))
+        scale += (bends[after] - scale) * (total - start) / (end - start)
+
+    fair = shares(scale)
+    result = [int(share) for share in fair]
+    by_remainder = sorted(range(len(fair)), key=lambda i: (result[i] - fair[i], i))
+    for i in by_remainder[: total - sum(result)]:
+        result[i] += 1
+    return result
+
+
+def pick(scores: torch.Tensor, budget: int, newest: int) -> list[int]:
+    """Positions of a head's `budget` tokens: the last `newest` first, then by score [T], then the earlier."""
+    tokens = len(scores)
+    newest = min(newest, tokens)
+    forced = min(newest, budget)
+    values = scores.tolist()
+    ranked = sorted(range(tokens - newest), key=lambda t: (-values[t], t))
+    return sorted(ranked[: budget - forced] + list(range(tokens - forced, tokens)))
+
+
+@dataclass
+class Replay:
+    """One request, replayed.
+
+    tokens [steps]: the greedy choice at every step. With forced tokens these are still the model's own
+        choices, each after the forced tokens before it.
+    logits: float32 [steps, vocab]; row i is what tokens[i] was chosen from.
+    kept_after_prompt: what was stored when the (latest) prompt had been computed and cut down.
+    kept_at_end: what was stored when the last token was produced; that token's own K,V is not.
+    scores: float32 [L] x [H, T] behind kept_after_prompt, empty for rules that do not score. Two engines
+        round differently: a token whose score ties with the cut up to rounding may fall on either side.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    kept_after_prompt: Positions = field(default_factory=list)
+    kept_at_end: Positions = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+
+class State:
+    """The K,V of one request, and the attention that the model calls in place of its own."""
+
+    def __init__(self, rule: Rule):
+        self.rule = rule
+        self.layers: list[Layer] = []
+
+    def attend(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float):
+        """query [Hq, n, d], key and value [H, n, d] of the new tokens -> [n, Hq, d]. Stores K,V."""
+        heads, new = key.shape[:2]
+        stored = torch.ones(heads, new, dtype=torch.bool)
+        if index == len(self.layers):
+            self.layers.append(Layer(query, key[:, :0], value[:, :0], stored[:, :0], scale))
+        layer = self.layers[index]
+        layer.queries = query
+        layer.keys = torch.cat([layer.keys, key], 1)
+        layer.values = torch.cat([layer.values, value], 1)
+        layer.keep = torch.cat([layer.keep, stored], 1)
+        position = torch.arange(layer.keys.shape[1])
+        sees = self.rule.sees(position[-new:], position)  # [n, T]
+        outputs = []
+        for query_head in range(query.shape[0]):
+            head = query_head // (query.shape[0] // heads)
+            weights = masked_softmax(query[query_head], layer.keys[head], sees & layer.keep[head], scale)
+            outputs.append(weights @ layer.values[head].float())
+        layer.keep &= sees[-1]
+        return torch.stack(outputs, 1).to(query.dtype)
+
+    def complete_prompt(self) -> list[torch.Tensor]:
+        """Cuts every head down to its budget; returns the scores, [L] x [H, T]."""
+        heads, tokens = self.layers[0].keep.shape
+        budgets = self.rule.budgets(len(self.layers), heads, tokens)
+        if budgets is None:
+            return []
+        scores = [self.rule.scores(index, layer) for index, layer in enumerate(self.layers)]
+        for index, layer in enumerate(self.layers):
+            layer.keep[:] = False
+            for head in range(heads):
+                layer.keep[head, pick(scores[index][head], budgets[index][head], self.rule.newest)] = True
+        return scores
+
+    def kept(self) -> Positions:
+        return [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]
+
+
+def _attention(module, query, key, value, attention_mask, scaling, kvplug_state: State, **_):
+    """The attention function registered with transformers; the state travels as a keyword of the forward."""
+    assert query.shape[0] == 1, "one request at a time"
+    return kvplug_state.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class Reference:
+    """A causal LM whose attention is replaced. A model object is used as it is, and is ours from then on."""
+
+    def __init__(self, model: str | Path | torch.nn.Module, dtype: torch.dtype = torch.float32):
+        if not isinstance(model, torch.nn.Module):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        model.set_attn_implementation(ATTENTION)
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def replay(
+        self,
+        prompt_ids: list[int],
+        rule: Rule,
+        max_new_tokens: int,
+        force_tokens: list[int] | None = None,
+        resume_at: int | None = None,
+    ) -> Replay:
+        """Greedy decoding of exactly `max_new_tokens` (an end-of-sequence token does not stop it).
+
+        force_tokens: the first tokens of the answer, whatever the model would choose.
+        resume_at: the request is preempted when prompt and answer have that many tokens. All of them are
+            then computed anew as one prompt, to whose end the rule is applied, and decoding goes on.
+        """
+        end = len(prompt_ids) + max_new_tokens
+        if resume_at is not None and not len(prompt_ids) <= resume_at < end:
+            raise ValueError(f"resume_at must be in {len(prompt_ids)}..{end - 1}, not {resume_at}")
+        forced = iter(force_tokens or [])
+        sequence, logits, result, state = list(prompt_ids), [], Replay(), None
+        while len(sequence) < end:
+            if state is None or len(sequence) == resume_at:
+                state = State(rule)
+                logits.append(self._forward(state, sequence, 0))
+                result.scores = state.complete_prompt()
+                result.kept_after_prompt = state.kept()
+            else:
+                logits.append(self._forward(state, sequence[-1:], len(sequence) - 1))
+            result.tokens.append(int(logits[-1].argmax()))
+            sequence.append(next(forced, result.tokens[-1]))
+        result.logits = torch.stack(logits)
+        result.kept_at_end = state.kept()
+        return result
+
+    def _forward(self, state: State, new: list[int], start: int) -> torch.Tensor:
+        """Runs the tokens at positions start, start + 1, ...; float32 [vocab] after the last of them."""
+        ids, at = torch.tensor([new]), torch.arange(start, start + len(new))[None]
+        output = self.model(ids, position_ids=at, use_cache=False, logits_to_keep=1, kvplug_state=state)
+        return output.logits[0, -1].float()

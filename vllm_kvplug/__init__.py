@@ -1,0 +1,3 @@
+"""KV-cache policies, per attention head, for stock vLLM."""
+
+__version__ = "0.1.0"

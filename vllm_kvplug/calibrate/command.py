@@ -1,0 +1,162 @@
+"""`kvplug profile`: measure a model's KV heads and write its head profile."""
+
+import argparse
+import datetime
+import json
+import math
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_kvplug.calibrate.profile import (
+    NO_WEIGHT,
+    HeadProfile,
+    ProfiledModel,
+    ProfileSettings,
+    Provenance,
+    kv_shape,
+    model_fingerprint,
+    weights_hash,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = ProfileSettings()
+    parser.add_argument("model", metavar="MODEL", help="model folder or Hugging Face id")
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="plain text files, or .jsonl with a 'text' field a line; used as they are, so apply the chat "
+        "template first if the model will see one",
+    )
+    parser.add_argument("--length", type=int, default=default.length, help="prompt tokens per text")
+    parser.add_argument("--steps", type=int, default=default.steps, help="decode steps per text")
+    parser.add_argument("--top-fraction", type=float, default=default.top_fraction, help="active / all")
+    parser.add_argument("--kernel", type=int, default=default.kernel, help="average pool over positions")
+    parser.add_argument("--tau-stable", type=float, default=default.tau_stable, help="anchor or volatile")
+    parser.add_argument("--tau-sim", type=float, default=default.tau_sim, help="similar enough for a cluster")
+    parser.add_argument("--out", type=Path, help="profile to write (default profiles/<model>.json)")
+    parser.add_argument("--png", type=Path, help="also draw the profile")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = ProfileSettings(**{name: getattr(args, name) for name in ProfileSettings.model_fields})
+    texts = read_texts(args.texts)
+    out = args.out or Path("profiles") / f"{Path(args.model).name}.json"
+    profile = profile_model(args.model, texts, settings, name=out.stem, dtype=args.dtype)
+    profile.save(out)
+    if args.png:
+        from vllm_kvplug.calibrate.plot import save_plot
+
+        save_plot(profile, args.png)
+    console = Console()
+    console.print(summary(profile))
+    console.print(f"written to {out}", highlight=False)
+    return 0
+
+
+def profile_model(
+    model: str, texts: list[tuple[str, str]], settings: ProfileSettings, name: str, dtype: str
+) -> HeadProfile:
+    """The whole run: load, score every head, apply the thresholds. `texts` are (name, text) pairs."""
+    # torch and transformers take seconds to import, and `kvplug --help` needs neither
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_kvplug.calibrate.profiler import budget_weights, cluster_heads, layer_roles, score_heads
+
+    folder = _local_folder(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    scores = score_heads(network, AutoTokenizer.from_pretrained(folder), texts, settings)
+
+    clusters = [cluster_heads(layer, settings.tau_sim) for layer in scores.similarity]
+    roles = [
+        layer_roles(groups, stable, settings.tau_stable)
+        for groups, stable in zip(clusters, scores.stability, strict=True)
+    ]
+    layers, kv_heads, query_heads, head_dim = kv_shape(network.config)
+    return HeadProfile(
+        model=ProfiledModel(
+            name=name,
+            fingerprint=model_fingerprint(network.config),
+            layers=layers,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_dim=head_dim,
+        ),
+        roles=roles,
+        weights=_rounded(budget_weights(roles, scores.stability)),
+        clusters=clusters,
+        stability=_rounded(scores.stability.tolist()),
+        provenance=Provenance(
+            source="kvplug profile",
+            date=datetime.date.today().isoformat(),
+            weights_hash=weights_hash(folder),
+            settings=settings,
+            texts=scores.texts,
+            versions=_versions(dtype),
+        ),
+    )
+
+
+def read_texts(files: list[Path]) -> list[tuple[str, str]]:
+    """(name, text) pairs; a .jsonl file gives one per line, named file:line."""
+    texts = []
+    for file in files:
+        if file.suffix != ".jsonl":
+            texts.append((file.name, file.read_text()))
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            try:
+                texts.append((f"{file.name}:{number}", json.loads(line)["text"]))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(f"{file}:{number} is not a JSON object with a 'text' field") from error
+    return texts
+
+
+def smallest_ratio(profile: HeadProfile) -> float:
+    """HeteroCache needs int(rho*N) > N_full: full heads are paid first, the rest is shared. 3 decimals."""
+    return math.ceil(1000 * (profile.num_full + 1) / profile.num_heads) / 1000
+
+
+def summary(profile: HeadProfile) -> Table:
+    table = Table(title=f"head profile of {profile.model.name}", show_header=False)
+    for role in ("anchor", "volatile", "pivot", "satellite"):
+        table.add_row(role, str(profile.count(role)))
+    table.add_row("full", f"{profile.num_full} of {profile.num_heads} heads")
+    budgets = [r for row in profile.weights for r in row if r != NO_WEIGHT]
+    if budgets:
+        table.add_row("budget r", f"{min(budgets):.2f} to {max(budgets):.2f}, mean 1")
+        table.add_row("smallest ratio", f"{smallest_ratio(profile):.3f}")
+    else:
+        table.add_row("budget r", "no head can be compressed: lower --tau-sim or --tau-stable")
+    return table
+
+
+def _local_folder(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
+
+
+def _rounded(matrix: list[list[float]]) -> list[list[float]]:
+    return [[round(value, 6) for value in row] for row in matrix]
+
+
+def _versions(dtype: str) -> dict[str, str]:
+    found = {"dtype": dtype}
+    for package in ("vllm-kvplug", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # a source checkout that is not installed
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,184 @@
+"""Head profiling on a Hugging Face causal LM (HeteroCache, offline stage; App. B.1).
+
+Shapes: L layers, H KV heads, Hq query heads, G = Hq/H, T prompt tokens. Only the attention row of the last
+query is ever computed, so the memory is L*Hq*T numbers a step and not L*Hq*T^2.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from vllm_kvplug.calibrate.profile import FULL_ROLES, NO_WEIGHT, ProfiledText, ProfileSettings, Role
+
+RECORDING = "kvplug_recording"
+
+
+@dataclass(frozen=True)
+class HeadScores:
+    """stability [L,H] and similarity [L,H,H], averaged over texts; thresholds are applied later."""
+
+    stability: Tensor
+    similarity: Tensor
+    texts: tuple[ProfiledText, ...]
+
+
+# ---------------------------------------------------------------- capture
+@contextmanager
+def last_rows(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
+    """While open, each forward pass leaves {layer: softmax row of the last query [B, Hq, keys]} in the dict.
+
+    The model computes with SDPA as usual. The last query sees every key, so its row needs no mask; models
+    with sliding windows break that and are refused.
+    """
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"profiling needs full attention in every layer, the model has {sorted(kinds)}")
+    rows: dict[int, Tensor] = {}
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        grouped = query[:, :, -1].unflatten(1, (key.shape[1], -1))  # [B, H, G, d]
+        logits = grouped.float() @ key.float().transpose(-1, -2) * scale
+        rows[module.layer_idx] = logits.softmax(-1).flatten(1, 2)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+    AttentionInterface.register(RECORDING, attend)
+    AttentionMaskInterface.register(RECORDING, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(RECORDING)
+    try:
+        yield rows
+    finally:
+        model.set_attn_implementation(before)
+
+
+def stack_rows(rows: dict[int, Tensor], kv_heads: int, prompt: int) -> Tensor:
+    """Rows of one sequence -> [L, H, T]: mean over the G query heads, prompt keys only."""
+    stacked = torch.stack([rows[layer][0] for layer in sorted(rows)])
+    return stacked[..., :prompt].unflatten(1, (kv_heads, -1)).mean(2)
+
+
+# ---------------------------------------------------------------- scores
+def active_set(rows: Tensor, top_fraction: float, kernel: int) -> Tensor:
+    """rows [L, H, T] -> mask of the top int(top_fraction*T) positions (at least one) of the smoothed rows.
+
+    Average pool with zero padding, stride 1. Ties go to the earlier position.
+    """
+    smooth = F.avg_pool1d(rows, kernel, stride=1, padding=kernel // 2)
+    size = max(1, int(top_fraction * rows.shape[-1]))
+    best = smooth.argsort(dim=-1, descending=True, stable=True)[..., :size]
+    return torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, best, True)
+
+
+def overlap(a: Tensor, b: Tensor) -> Tensor:
+    """|A n B| / min(|A|, |B|) of masks [..., T] that broadcast against each other."""
+    smaller = torch.minimum(a.sum(-1), b.sum(-1))
+    return (a & b).sum(-1) / smaller
+
+
+@torch.inference_mode()
+def score_text(model: PreTrainedModel, ids: Tensor, settings: ProfileSettings) -> tuple[Tensor, Tensor, int]:
+    """ids [T] -> (stability [L,H], similarity [L,H,H], decode steps run).
+
+    Stability: median over decode steps of the overlap with the prefill's active set. Similarity: pairwise
+    overlap at the prefill's last query only, as in the released code; the paper's text takes a median over
+    steps of the maximum over peers instead, which does not say who the peer is. Decoding is greedy and ends
+    with the model's answer, since what follows an end token is not the model's own text.
+    """
+    kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
+    stop = model.generation_config.eos_token_id
+    stops = set(stop) if isinstance(stop, list) else {stop}
+    overlaps: list[Tensor] = []
+
+    with last_rows(model) as rows:
+
+        def current_set() -> Tensor:
+            return active_set(stack_rows(rows, kv_heads, len(ids)), settings.top_fraction, settings.kernel)
+
+        output = model(ids[None], use_cache=True, logits_to_keep=1)
+        prefill = current_set()
+        for _ in range(settings.steps):
+            token = output.logits[:, -1].argmax(-1)
+            if overlaps and token.item() in stops:
+                break
+            output = model(token[None], use_cache=True, past_key_values=output.past_key_values)
+            overlaps.append(overlap(current_set(), prefill))
+
+    # quantile, not median: torch's median takes the lower of the two middle values
+    stability = torch.stack(overlaps).quantile(0.5, dim=0)
+    similarity = overlap(prefill[:, :, None], prefill[:, None])
+    return stability.cpu(), similarity.cpu(), len(overlaps)
+
+
+def score_heads(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[tuple[str, str]],
+    settings: ProfileSettings,
+) -> HeadScores:
+    """texts: (name, text) pairs, each cut to `settings.length` tokens; shorter ones are used whole."""
+    if not texts:
+        raise ValueError("profiling needs at least one text")
+    stability, similarity, records = [], [], []
+    for name, text in tqdm(texts, desc="profiling", unit="text"):
+        has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+        ids = tokenizer(text, add_special_tokens=not has_bos).input_ids[: settings.length]
+        if not ids:
+            raise ValueError(f"text {name} is empty")
+        stable, similar, steps = score_text(model, torch.tensor(ids, device=model.device), settings)
+        stability.append(stable)
+        similarity.append(similar)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        records.append(ProfiledText(name=name, sha256=digest, tokens=len(ids), steps=steps))
+    return HeadScores(torch.stack(stability).mean(0), torch.stack(similarity).mean(0), tuple(records))
+
+
+# ---------------------------------------------------------------- roles and budgets
+def cluster_heads(similarity: Tensor, tau_sim: float) -> dict[int, tuple[int, ...]]:
+    """similarity [H, H] of one layer -> {pivot: its satellites}, greedy star clustering.
+
+    The unassigned head with the most unassigned neighbours (ties: lowest index) becomes a pivot and takes
+    them all; stops when nobody has a neighbour left.
+    """
+    near = similarity >= tau_sim
+    unassigned = list(range(len(near)))
+    clusters: dict[int, tuple[int, ...]] = {}
+    while unassigned:
+        stars = {i: tuple(j for j in unassigned if j != i and near[i, j]) for i in unassigned}
+        pivot = max(unassigned, key=lambda head: (len(stars[head]), -head))
+        if not stars[pivot]:
+            break
+        clusters[pivot] = stars[pivot]
+        unassigned = [head for head in unassigned if head != pivot and head not in stars[pivot]]
+    return clusters
+
+
+def layer_roles(clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float) -> list[Role]:
+    """Clustered heads are pivots and satellites; of the rest, stability [H] parts anchors from volatile."""
+    satellites = {head for members in clusters.values() for head in members}
+
+    def role(head: int, stable: float) -> Role:
+        if head in clusters:
+            return "pivot"
+        if head in satellites:
+            return "satellite"
+        return "anchor" if stable >= tau_stable else "volatile"
+
+    return [role(head, stable) for head, stable in enumerate(stability.tolist())]
+
+
+def budget_weights(roles: Sequence[Sequence[Role]], stability: Tensor) -> list[list[float]]:
+    """r_i [L][H]: inverse stability, scaled to mean 1 over the compressed heads of all layers together."""
+    inverse = 1.0 / (stability.double() + 1e-6)
+    compressed = torch.tensor([[role not in FULL_ROLES for role in row] for row in roles])
+    weights = torch.where(compressed, inverse / inverse[compressed].mean(), NO_WEIGHT)
+    return weights.tolist()

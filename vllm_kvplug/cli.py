@@ -1,0 +1,84 @@
+"""The command `kvplug`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from typing import Any
+
+
+def serve() -> None:
+    """`vllm ARGS`, also where the installed wheel has no distribution named vllm (the CPU wheel has not).
+
+    vLLM's command asks for that distribution's version and dies without it.
+    """
+    stock = importlib.metadata.version
+
+    def version(name: str) -> str:
+        try:
+            return stock(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            import vllm
+
+            # The platform is detected by this suffix.
+            return vllm.__version__ if "+" in vllm.__version__ else f"{vllm.__version__}+cpu"
+
+    importlib.metadata.version = version
+    from vllm.entrypoints.cli.main import main as vllm_main
+
+    vllm_main()
+
+
+def policies(args: argparse.Namespace) -> None:
+    """Every policy with its knobs, as a table or as JSON schema."""
+    import json
+
+    from vllm_kvplug.policies.registry import policy_class, policy_names
+
+    classes = {name: policy_class(name) for name in policy_names() if args.name in (None, name)}
+    if not classes:
+        policy_class(args.name)
+    if args.json:
+        print(json.dumps({name: cls.Config.model_json_schema() for name, cls in classes.items()}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    for name, cls in classes.items():
+        headline = (cls.__doc__ or "").strip().splitlines()
+        table = Table("knob", "default", "meaning", title=f"{name}: {headline[0] if headline else ''}", title_justify="left")
+        for knob, field in cls.Config.model_fields.items():
+            table.add_row(knob, str(field.get_default()), field.description or "")
+        Console().print(table)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    if sys.argv[1:2] == ["serve"]:
+        sys.argv[0] = "vllm"
+        return serve()
+    from vllm_kvplug.calibrate import command as profile
+    from vllm_kvplug.errors import PolicyError
+
+    parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("serve", help="vllm serve, with --kv-policy; works with the CPU wheel too", add_help=False)
+    listing = commands.add_parser("policies", help="list the policies and their knobs")
+    listing.add_argument("name", nargs="?", help="only this policy")
+    listing.add_argument("--json", action="store_true", help="print JSON schemas")
+    listing.set_defaults(run=policies)
+    profiling = commands.add_parser("profile", help="profile a model's heads for heterocache")
+    profile.add_arguments(profiling)
+    profiling.set_defaults(run=profile.run)
+    args: Any = parser.parse_args()
+    try:
+        args.run(args)
+    except PolicyError as error:
+        sys.exit(f"kvplug: {error}")
+
+
+if __name__ == "__main__":
+    main()

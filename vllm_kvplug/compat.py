@@ -1,0 +1,88 @@
+"""Everything that depends on the version of vLLM, or on which of its two model runners is at work."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvplug.calibrate.profile import model_fingerprint
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.shape import ModelShape
+
+if TYPE_CHECKING:
+    from vllm_kvplug.worker.runtime import Runtime
+
+SUPPORTED = ("0.32", "0.33")
+
+WORKERS = {
+    "vllm.v1.worker.gpu_worker.Worker": "vllm_kvplug.worker.worker.PolicyWorker",
+    "vllm.v1.worker.cpu_worker.CPUWorker": "vllm_kvplug.worker.cpu_worker.PolicyCPUWorker",
+}
+"""vLLM's worker classes and the ones that carry a policy."""
+
+_RUNTIME = "_kvplug_runtime"
+
+
+def check_version(version: str) -> None:
+    """PolicyError unless this vLLM is one the project is tested with."""
+    if not version.startswith(tuple(f"{v}." for v in SUPPORTED)):
+        raise PolicyError(
+            f"vllm_kvplug supports vLLM {' and '.join(SUPPORTED)}; this is {version}. "
+            "Install one of those, or remove --kv-policy."
+        )
+
+
+def attach_runtime(vllm_config: Any, runtime: Runtime) -> None:
+    """State hangs on the engine's config: two engines may share a process."""
+    object.__setattr__(vllm_config, _RUNTIME, runtime)
+
+
+def runtime_of(vllm_config: Any) -> Runtime:
+    runtime = getattr(vllm_config, _RUNTIME, None)
+    if runtime is None:
+        raise PolicyError("attention backend CUSTOM needs --kv-policy: it only works under a KV policy")
+    return runtime
+
+
+def request_ids(runner: Any, common_metadata: Any) -> list[str]:
+    """Ids of the batch's live requests in row order; padding rows come after them."""
+    if common_metadata.req_idx is not None:  # Model Runner V2
+        return [runner.req_states.index_to_req_id[i] for i in common_metadata.req_idx.tolist()]
+    return list(runner.input_batch.req_ids)
+
+
+@lru_cache(maxsize=4096)
+def layer_index(layer_name: str) -> int:
+    """Index of an attention layer: the one number in its name."""
+    (number,) = re.findall(r"(?<=\.)\d+(?=\.)", layer_name)
+    return int(number)
+
+
+def model_shape(vllm_config: Any) -> ModelShape:
+    """Attention geometry of the engine's model, equal on every rank and in every process."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return ModelShape(
+        layers=model.get_num_layers(parallel),
+        kv_heads=model.get_total_num_kv_heads(),
+        query_heads=model.hf_text_config.num_attention_heads,
+        head_dim=model.get_head_size(),
+        tensor_parallel=parallel.tensor_parallel_size,
+        fingerprint=model_fingerprint(model.hf_text_config),
+        name=str(model.model),
+    )
+
+
+def check_layer(
+    alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: Any, sharing_target: Any
+) -> None:
+    """PolicyError for attention that head pages do not serve, found while the model is built."""
+    for found, what in (
+        (alibi_slopes, "ALiBi"),
+        (sliding_window, "sliding-window layers"),
+        (logits_soft_cap, "logit soft-capping"),
+        (str(getattr(attn_type, "value", attn_type)) != "decoder", f"{attn_type} attention"),
+        (sharing_target, "KV sharing between layers"),
+    ):
+        if found:
+            raise PolicyError(f"--kv-policy: this model uses {what}, which head pages do not serve; remove --kv-policy")

@@ -1,0 +1,58 @@
+"""Budgets over heads, and the choice of tokens within a budget: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def water_fill(total: int, weights: Sequence[float], low: int, high: int) -> list[int]:
+    """Integers in [low, high] that follow `weights` and sum to `total` exactly, where the bounds allow.
+
+    What a bound cuts off or adds is shared among the heads that are free to move, by weight again, so
+    that no budget is lost to clipping. Rounding goes to the largest remainders, ties to the earlier head.
+    The sum is len*low or len*high when `total` lies outside those.
+    """
+    count = len(weights)
+    total = min(max(total, count * low), count * high)
+    shares = [0.0] * count
+    free = set(range(count))
+    left = float(total)
+    while free:
+        mass = sum(weights[i] for i in free)
+        trial = {i: left * weights[i] / mass if mass > 0 else left / len(free) for i in free}
+        over = {i for i in free if trial[i] > high}
+        under = {i for i in free if trial[i] < low}
+        # Settle the side with the larger violation first; settling both at once could overshoot.
+        excess = sum(trial[i] - high for i in over)
+        lack = sum(low - trial[i] for i in under)
+        settled, bound = (over, high) if excess >= lack else (under, low)
+        if not settled:
+            for i in free:
+                shares[i] = trial[i]
+            break
+        for i in settled:
+            shares[i] = float(bound)
+        left -= bound * len(settled)
+        free -= settled
+    result = [int(share) for share in shares]
+    by_remainder = sorted(range(count), key=lambda i: (result[i] - shares[i], i))
+    missing = total - sum(result)
+    for i in by_remainder:
+        if missing == 0:
+            break
+        if result[i] < high:
+            result[i] += 1
+            missing -= 1
+    return result
+
+
+def top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """The `counts[h]` best tokens of each head, in ascending position.
+
+    scores float32 [heads, tokens], higher is kept; ties go to the earlier token, so that every rank and
+    device makes the same choice. Returns one int64 tensor per head. No host synchronisation.
+    """
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+    return [order[head, :count].sort().values for head, count in enumerate(counts)]

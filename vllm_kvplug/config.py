@@ -1,0 +1,80 @@
+"""Policy configuration: from a flag's JSON to a checked, frozen object.
+
+Errors name the flag to change. The knobs every policy shares are here; its own stand in its file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_kvplug.errors import PolicyError
+
+FLAG = "--kv-policy"
+CONFIG_FLAG = "--kv-policy-config"
+ADDITIONAL_KEY = "kv_policy"
+
+
+class PolicyConfig(BaseModel):
+    """Knobs every policy has. Unknown knobs are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arena_gib: float | None = Field(
+        default=None,
+        gt=0,
+        description="Limit on the memory for page tables and query windows, in GiB; start-up fails when more is "
+        "needed. Default: whatever the model and --max-num-seqs need, which the log says.",
+    )
+    host_gib: float = Field(
+        default=0.0,
+        ge=0,
+        description="Size of the host (CPU) tier in GiB, for policies that offload.",
+    )
+
+
+class BudgetConfig(PolicyConfig):
+    """A per-head budget: a share of the prompt, or a number of tokens."""
+
+    ratio: float | None = Field(
+        default=None, gt=0, le=1, description="Share of the prompt every head keeps (0.5 unless budget_tokens is given)."
+    )
+    budget_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens every head keeps, instead of a share of the prompt."
+    )
+
+    def tokens(self, prompt_len: int) -> int:
+        """Tokens a head keeps of a prompt of `prompt_len` tokens: at least one, at most all."""
+        if self.budget_tokens is not None:
+            return min(self.budget_tokens, prompt_len)
+        ratio = 0.5 if self.ratio is None else self.ratio
+        return min(max(int(prompt_len * ratio), 1), prompt_len)
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.ratio is not None and self.budget_tokens is not None:
+            raise ValueError("give ratio or budget_tokens, not both")
+
+
+def parse_knobs(config_class: type[PolicyConfig], name: str, knobs: dict[str, Any]) -> PolicyConfig:
+    """`knobs` as `config_class`, or a PolicyError that names `--kv-policy-config` and every wrong knob."""
+    try:
+        return config_class(**knobs)
+    except ValidationError as error:
+        known = ", ".join(sorted(config_class.model_fields))
+        wrong = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']}" for item in error.errors()
+        )
+        raise PolicyError(f"{CONFIG_FLAG} for policy '{name}': {wrong}. Knobs of this policy: {known}.") from None
+
+
+def split_request(value: Any) -> tuple[str, dict[str, Any]]:
+    """`additional_config['kv_policy']` -> (policy name, knobs). Accepts a name or {'name': ..., knobs}."""
+    if isinstance(value, str):
+        return value, {}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise PolicyError(
+            f"additional_config['{ADDITIONAL_KEY}'] must be a policy name or {{'name': NAME, ...knobs}}, got {value!r}"
+        )
+    knobs = dict(value)
+    return knobs.pop("name"), knobs

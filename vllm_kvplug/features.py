@@ -1,0 +1,46 @@
+"""vLLM features that cannot run together with a KV policy, refused at start-up with the flag to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvplug.config import FLAG
+from vllm_kvplug.errors import PolicyError
+
+
+def check_config(vllm_config: Any) -> None:
+    """PolicyError for the first thing in a finished VllmConfig that head pages do not serve."""
+    for found, what, change in _refusals(vllm_config):
+        if found:
+            raise PolicyError(f"{FLAG} does not work with {what} yet: {change}")
+
+
+def _refusals(config: Any) -> list[tuple[Any, str, str]]:
+    """(is it used, what it is, what to change), in the order they are reported."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    text = model.hf_text_config
+    drop = f"remove {FLAG} for this model"
+    return [
+        (model.runner_type != "generate", f"{model.runner_type} models", drop),
+        (model.is_encoder_decoder, "encoder-decoder models", drop),
+        (model.use_mla, "multi-head latent attention", drop),
+        (model.is_hybrid or model.is_attention_free, "models with state-space layers", drop),
+        (getattr(text, "sliding_window", None) and model.get_sliding_window(), "sliding-window attention", drop),
+        (getattr(text, "num_kv_shared_layers", 0), "KV sharing between layers", drop),
+        (model.is_multimodal_model, "multimodal models", drop),
+        (cache.enable_prefix_caching, "prefix caching", "remove --enable-prefix-caching"),
+        (cache.cache_dtype not in ("auto", "float16", "bfloat16"), f"--kv-cache-dtype {cache.cache_dtype}", "remove it"),
+        (config.speculative_config, "speculative decoding", "remove --speculative-config"),
+        (config.lora_config, "LoRA adapters", "remove --enable-lora"),
+        (config.kv_transfer_config, "KV connectors", "remove --kv-transfer-config"),
+        (model.enable_sleep_mode, "sleep mode", "remove --enable-sleep-mode"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
+        (parallel.data_parallel_size > 1, "data parallelism", "use --data-parallel-size 1 and several servers"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism", "use --decode-context-parallel-size 1"),
+        (_splits_unevenly(model, parallel), "a tensor split that cuts a KV head", "change --tensor-parallel-size"),
+    ]
+
+
+def _splits_unevenly(model: Any, parallel: Any) -> bool:
+    heads, ranks = model.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    return bool(heads % ranks and ranks % heads)

@@ -1,0 +1,126 @@
+"""The custom ops on head pages, dispatched by device. The compiled library is loaded at the first call.
+
+Layout, shared by all ops: `pool` [P, 16, 2*D] is contiguous and holds P head pages, a token's K in [:D] and
+its V in [D:] of the last dimension, as float32, bfloat16 or float16. Token slot = page * 16 + offset.
+"""
+
+import functools
+import importlib.machinery
+import logging
+import re
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "vllm_kvplug"
+
+
+@functools.cache
+def load_library() -> None:
+    """Load `vllm_kvplug._C`, or build it if it is missing or was built for another torch.
+
+    Raises RuntimeError if it has to be built and cannot be, for want of a compiler for instance.
+    """
+    # Only this interpreter's suffixes: a checkout may hold builds for several.
+    candidates = [
+        Path(__file__).with_name(f"_C{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES
+    ]
+    built = next((path for path in candidates if path.exists()), None)
+    if built is None:
+        _build_library("no prebuilt library in the package")
+    else:
+        try:
+            torch.ops.load_library(built)
+        except OSError as error:
+            _build_library(f"{built.name} does not load with torch {torch.__version__}: {error}")
+    for name in ("kv_write", "decode_attention"):
+        # Both ops only write into an argument: under fake tensors there is nothing to compute.
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None)
+
+
+def _build_library(reason: str) -> None:
+    from torch.utils import cpp_extension
+
+    from vllm_kvplug import csrc
+
+    cuda = csrc.has_cuda()
+    flags = csrc.compile_flags()
+    logger.warning(
+        "Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason
+    )
+    try:
+        cpp_extension.load(
+            name=re.sub(r"\W", "_", f"{NAMESPACE}_C_{torch.__version__}"),
+            sources=csrc.sources(cuda),
+            extra_cflags=flags["cxx"],
+            extra_cuda_cflags=flags["nvcc"],
+            with_cuda=cuda,
+            is_python_module=False,
+        )
+    except (OSError, RuntimeError) as error:
+        raise RuntimeError(
+            "The custom ops of vllm_kvplug could not be built. They need ninja and a C++ compiler (g++ 11 or "
+            "newer), and on CUDA also nvcc; `pip install --no-build-isolation vllm_kvplug` builds them ahead."
+        ) from error
+
+
+def kv_write(pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dest: torch.Tensor) -> None:
+    """Store the K and V of T tokens in their token slots.
+
+    Args:
+        pool: [P, 16, 2*D], written in place.
+        key, value: [T, H, D], the dtype of `pool`; any strides, but the last dimension contiguous.
+        dest: int64 [T, H], any strides; the token slot of each (token, head), or -1 to write nothing.
+            Slots must not repeat.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes or devices.
+        IndexError: on the CPU, a slot outside the pool. On CUDA such a slot stops the kernel.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.kv_write(pool, key, value, dest)
+
+
+def decode_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    directory: torch.Tensor,
+    chunks: torch.Tensor,
+    row_slot: torch.Tensor,
+    lengths: torch.Tensor,
+    first_head: int,
+    num_kv_heads: int,
+    scale: float,
+) -> None:
+    """Softmax attention of one query token per row over all stored tokens of one layer's heads, in float32.
+
+    Query head q reads KV head q // (Hq // num_kv_heads). Token j of head n of request slot s lies at offset
+    j % 16 of page chunks[directory[s, n, j // 1024], j // 16 % 64].
+
+    Args:
+        out: [R, Hq, D], written in place. Padding rows and heads of length 0 become zeros.
+        query: [R, Hq, D]; like `out`, of the dtype of `pool` and contiguous in the last dimension.
+        pool: [P, 16, 2*D].
+        directory: int32 [S, N, W], chunk ids by request slot and head; N = layers * KV heads of this rank.
+        chunks: int32 [C, 64], page ids.
+        row_slot: int32 [R], the request slot of each row; -1 marks a padding row.
+        lengths: int32 [S, N], stored tokens of each head; all of them are visible to the query.
+        first_head: the layer's heads are first_head ... first_head + num_kv_heads - 1 of N.
+        num_kv_heads: KV heads of the layer; divides Hq.
+        scale: factor of the scores before the softmax.
+
+    Raises:
+        RuntimeError: on the CPU, wrong shapes or dtypes.
+        IndexError: on the CPU, an id outside its table. On CUDA ids are not checked.
+        ValueError: on CUDA, a head size that is not a power of two from 16 to 256, or a last dimension of
+            `out` or `query` that is not contiguous.
+    """
+    if query.is_cuda:
+        from vllm_kvplug.kernels.decode_attention import decode_attention as run
+    else:
+        load_library()
+        run = torch.ops.vllm_kvplug.decode_attention
+    run(out, query, pool, directory, chunks, row_slot, lengths, first_head, num_kv_heads, scale)

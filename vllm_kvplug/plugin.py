@@ -1,0 +1,230 @@
+"""Entry points into vLLM, and the one list of everything we register with it or patch in it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from vllm_kvplug import compat
+from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG, FLAG, parse_knobs, split_request
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.features import check_config
+from vllm_kvplug.policies.registry import make_policy, policy_class
+from vllm_kvplug.shape import PAGE
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One place where we meet vLLM."""
+
+    where: str
+    how: str
+    why: str
+    upstream: str
+
+
+SEAMS = (
+    Seam(
+        "AttentionBackendEnum.CUSTOM",
+        "registry: register_backend",
+        "attention over head pages; selected per engine by attention_backend='CUSTOM'",
+        "none needed",
+    ),
+    Seam(
+        "KVCacheSpecRegistry",
+        "registry: register(HeadPageSpec, HeadPageManager)",
+        "blocks of a request follow the page plan",
+        "none needed",
+    ),
+    Seam(
+        "SchedulerConfig.scheduler_cls, ParallelConfig.worker_cls",
+        "config fields",
+        "requests' beginnings and ends reach the worker; the worker makes the spec and charges its tables",
+        "none needed",
+    ),
+    Seam(
+        "EngineArgs.__init__, add_cli_args, from_cli_args",
+        "patch: add_policy_arguments",
+        "vLLM has no hook for new flags or keyword arguments",
+        "a plugin group for engine arguments; until then additional_config works without this patch",
+    ),
+    Seam(
+        "EngineArgs.create_engine_config",
+        "patch: add_policy_arguments",
+        "lower the policy to stock fields, and refuse what cannot be served before weights load",
+        "a plugin hook that sees EngineArgs and the finished VllmConfig",
+    ),
+    Seam(
+        "CpuPlatform.get_attn_backend_cls",
+        "patch: honour_custom_backend_on_cpu",
+        "the CPU platform ignores the selected backend",
+        "resolve registered backends on the CPU as on CUDA",
+    ),
+)
+
+_MARK = "_kvplug_arguments"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: runs in the front end, the engine core and every worker.
+
+    Nothing here changes an engine without a policy.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from vllm_kvplug.scheduler.manager import HeadPageManager
+    from vllm_kvplug.scheduler.spec import HeadPageSpec
+
+    register_backend(AttentionBackendEnum.CUSTOM, "vllm_kvplug.worker.backend.HeadPageBackend")
+    # The registry fills itself only while empty: registering first would lose every built-in spec.
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(HeadPageSpec, HeadPageManager, uniform_type_base_spec=FullAttentionSpec)
+    honour_custom_backend_on_cpu()
+    arguments = sys.modules.get("vllm.engine.arg_utils")
+    if arguments is not None and hasattr(arguments, "EngineArgs"):
+        add_policy_arguments(arguments)
+
+
+def honour_custom_backend_on_cpu() -> None:
+    """Let the CPU platform use CUSTOM where an engine selects it."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    platform = type(current_platform)
+    if not current_platform.is_cpu() or hasattr(platform, _MARK):
+        return
+    stock = platform.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        if selected_backend is AttentionBackendEnum.CUSTOM:
+            return AttentionBackendEnum.CUSTOM.get_path()
+        return stock(cls, selected_backend, *args, **kwargs)
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    setattr(platform, _MARK, True)
+
+
+def add_policy_arguments(module: ModuleType) -> None:
+    """Give EngineArgs the keywords `kv_policy`, `kv_policy_config`, their flags, and the lowering."""
+    base, derived = module.EngineArgs, getattr(module, "AsyncEngineArgs", None)
+    if hasattr(base, _MARK):
+        return
+    setattr(base, _MARK, True)
+    for cls in filter(None, (base, derived)):
+        cls.__init__ = _init_with_policy(cls.__init__)
+    add_cli_args, from_cli_args = base.add_cli_args, base.from_cli_args.__func__
+    create_engine_config = base.create_engine_config
+
+    @functools.wraps(add_cli_args)
+    def add_cli_args_and_ours(parser: Any) -> Any:
+        parser = add_cli_args(parser)
+        _add_flags(parser)
+        return parser
+
+    @functools.wraps(from_cli_args)
+    def from_cli_args_and_ours(cls: Any, args: Any) -> Any:
+        engine_args = from_cli_args(cls, args)
+        engine_args.kv_policy = getattr(args, "kv_policy", None)
+        engine_args.kv_policy_config = getattr(args, "kv_policy_config", None)
+        return engine_args
+
+    @functools.wraps(create_engine_config)
+    def create_engine_config_with_policy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lowered = lower(self)
+        vllm_config = create_engine_config(self, *args, **kwargs)
+        if lowered:
+            install_policy(vllm_config)
+        return vllm_config
+
+    base.add_cli_args = staticmethod(add_cli_args_and_ours)
+    base.from_cli_args = classmethod(from_cli_args_and_ours)
+    base.create_engine_config = create_engine_config_with_policy
+
+
+def _init_with_policy(init: Any) -> Any:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, kv_policy: Any = None, kv_policy_config: Any = None, **kwargs: Any) -> None:
+        self.kv_policy, self.kv_policy_config = kv_policy, kv_policy_config
+        init(self, *args, **kwargs)
+
+    return __init__
+
+
+def _add_flags(parser: Any) -> None:
+    group = parser.add_argument_group(
+        title="KV policy",
+        description="What is written to, read from and dropped from the KV cache, per attention head (vllm_kvplug).",
+    )
+    group.add_argument(
+        FLAG, default=None, metavar="NAME", help="KV-cache policy; `kvplug policies` lists them with their knobs."
+    )
+    group.add_argument(
+        CONFIG_FLAG, default=None, type=json.loads, metavar="JSON", help="Knobs of the policy, as a JSON object."
+    )
+
+
+def lower(engine_args: Any) -> bool:
+    """Turn the policy arguments into stock fields, once, in the front end. False if there is no policy."""
+    additional = dict(engine_args.additional_config or {})
+    name, knobs = getattr(engine_args, "kv_policy", None), getattr(engine_args, "kv_policy_config", None)
+    if name is None and knobs is not None:
+        raise PolicyError(f"{CONFIG_FLAG} needs {FLAG}")
+    if name is not None:
+        if ADDITIONAL_KEY in additional:
+            raise PolicyError(f"give the policy once: {FLAG}, or additional_config['{ADDITIONAL_KEY}']")
+        knobs = json.loads(knobs) if isinstance(knobs, str) else dict(knobs or {})
+        additional[ADDITIONAL_KEY] = {"name": name, **knobs}
+    if ADDITIONAL_KEY not in additional:
+        return False
+    import vllm
+
+    compat.check_version(vllm.__version__)
+    name, knobs = split_request(additional[ADDITIONAL_KEY])
+    parse_knobs(policy_class(name).Config, name, knobs)
+    additional[ADDITIONAL_KEY] = {"name": name, **knobs}
+    if engine_args.enable_prefix_caching:
+        raise PolicyError(f"{FLAG} cannot share compressed blocks between requests: remove --enable-prefix-caching")
+    if engine_args.block_size not in (None, PAGE):
+        raise PolicyError(f"{FLAG} needs blocks of {PAGE} tokens: remove --block-size {engine_args.block_size}")
+    if engine_args.attention_backend not in (None, "CUSTOM"):
+        raise PolicyError(f"{FLAG} brings its own attention backend: remove --attention-backend")
+    for field, flag in (("scheduler_cls", "--scheduler-cls"), ("worker_cls", "--worker-cls")):
+        if getattr(engine_args, field) not in (None, "auto"):
+            raise PolicyError(f"{FLAG} brings its own scheduler and worker: remove {flag}")
+    engine_args.additional_config = additional
+    engine_args.enable_prefix_caching = False
+    engine_args.block_size = PAGE
+    engine_args.attention_backend = "CUSTOM"
+    return True
+
+
+def install_policy(vllm_config: Any) -> None:
+    """Check a finished config against the policy, and put our scheduler and worker in."""
+    from vllm.logger import init_logger
+
+    check_config(vllm_config)
+    name, knobs = split_request(vllm_config.additional_config[ADDITIONAL_KEY])
+    policy = make_policy(name, knobs, compat.model_shape(vllm_config))
+    worker = vllm_config.parallel_config.worker_cls
+    if worker not in compat.WORKERS:
+        raise PolicyError(f"{FLAG} does not run on this platform (worker {worker}): it needs CUDA or CPU")
+    vllm_config.parallel_config.worker_cls = compat.WORKERS[worker]
+    kind = "AsyncPolicyScheduler" if vllm_config.scheduler_config.async_scheduling else "PolicyScheduler"
+    vllm_config.scheduler_config.scheduler_cls = f"vllm_kvplug.scheduler.scheduler.{kind}"
+    length = vllm_config.model_config.max_model_len
+    plan = policy.plan()
+    steady = plan.decode_blocks(length, length)
+    init_logger("vllm.kvplug").info(
+        "KV policy %s: %s. A prompt of %d tokens takes %d blocks while it is computed and %d after.",
+        name,
+        policy.summary(),
+        length,
+        plan.prefill_blocks(length),
+        steady,
+    )

@@ -1,0 +1,61 @@
+"""Names to policies: the built-in ones, and those of the entry point group `vllm_kvplug.policies`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any
+
+from vllm_kvplug.config import FLAG, parse_knobs
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.shape import ModelShape
+
+ENTRY_POINT_GROUP = "vllm_kvplug.policies"
+
+BUILT_IN = {
+    "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
+    "random": "vllm_kvplug.policies.random:Random",
+    "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
+    "streaming": "vllm_kvplug.policies.streaming:Streaming",
+}
+
+
+def policy_names() -> list[str]:
+    """Every known policy name, built-in and third-party."""
+    return sorted(BUILT_IN.keys() | {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)})
+
+
+def policy_class(name: str) -> type[Policy[Any]]:
+    """The class registered under `name`. Built-in names cannot be taken over.
+
+    Raises:
+        PolicyError: no policy has that name, or its entry point gives something else.
+    """
+    if name in BUILT_IN:
+        module, attribute = BUILT_IN[name].split(":")
+        return getattr(importlib.import_module(module), attribute)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        found = entry.load()
+        if not (isinstance(found, type) and issubclass(found, Policy)):
+            raise PolicyError(f"{FLAG} {name}: entry point {entry.value} is not a Policy class")
+        return found
+    raise PolicyError(f"{FLAG} {name}: no such policy. Known policies: {', '.join(policy_names())}.")
+
+
+def make_policy(name: str, knobs: dict[str, Any], shape: ModelShape) -> Policy[Any]:
+    """A policy for a model, with every error raised that can be known before weights load."""
+    cls = policy_class(name)
+    config = parse_knobs(cls.Config, name, knobs)
+    if config.host_gib and not cls.uses_host_tier:
+        raise PolicyError(f"policy '{name}' keeps nothing on the host: remove host_gib from --kv-policy-config")
+    return cls(config, shape)
+
+
+@lru_cache(maxsize=64)
+def policy_from_json(text: str, shape: ModelShape) -> Policy[Any]:
+    """The policy of a lowered configuration; the same object for the same text and shape."""
+    request = json.loads(text)
+    return make_policy(request.pop("name"), request, shape)

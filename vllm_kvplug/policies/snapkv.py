@@ -1,0 +1,41 @@
+"""SnapKV: at the end of the prompt each head keeps what its last queries attend to (2404.14469)."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+
+from vllm_kvplug.components.scorers import prompt_attention, smooth
+from vllm_kvplug.config import BudgetConfig
+from vllm_kvplug.plan import Kept
+from vllm_kvplug.policies.base import Policy, PromptView
+from vllm_kvplug.shape import ModelShape
+
+
+class SnapKVConfig(BudgetConfig):
+    window: int = Field(default=64, ge=1, description="Last prompt tokens that vote, and are always kept.")
+    kernel: int = Field(default=5, ge=1, description="Width of the average pool over votes.")
+
+
+class SnapKV(Policy[SnapKVConfig]):
+    """The same budget for every head, its own tokens for each."""
+
+    name = "snapkv"
+    Config = SnapKVConfig
+
+    def __init__(self, config: SnapKVConfig, shape: ModelShape):
+        super().__init__(config, shape)
+        self.query_window = config.window
+
+    def kept(self, prompt_len: int) -> Kept:
+        return [[self.config.tokens(prompt_len)] * self.shape.kv_heads] * self.shape.layers
+
+    def score(self, view: PromptView) -> torch.Tensor:
+        tokens, window = view.keys.shape[1], view.queries.shape[0]
+        attention = prompt_attention(view.queries, view.keys, view.scale)  # [H, G, window, tokens]
+        votes = smooth(attention[..., : tokens - window].mean(2), self.config.kernel).mean(1)
+        recent = torch.full((view.keys.shape[0], window), torch.inf, device=votes.device)
+        # A budget below the window keeps its newest tokens: order +inf by position.
+        if self.config.tokens(tokens) < window:
+            recent = torch.arange(window, device=votes.device).expand_as(recent) + 2.0  # votes are at most 1
+        return torch.cat([votes, recent], 1)

@@ -1,0 +1,56 @@
+"""The KV cache spec that makes vLLM's scheduler count blocks by the page plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.policies.registry import policy_from_json
+from vllm_kvplug.shape import ModelShape
+
+
+@lru_cache(maxsize=64)
+def _plan(policy: str, shape: ModelShape) -> PagePlan:
+    return policy_from_json(policy, shape).plan()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPageSpec(FullAttentionSpec):
+    """A layer whose pages belong to single KV heads. Equal on every tensor-parallel rank.
+
+    policy: the lowered configuration as JSON (hashable, picklable). shape: of the whole model.
+    """
+
+    policy: str
+    shape: ModelShape
+
+    @property
+    def plan(self) -> PagePlan:
+        return _plan(self.policy, self.shape)
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False
+
+    @property
+    def uses_slot_mapping(self) -> bool:
+        return False
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """The peak of one request of the maximum length: what vLLM's fit check and concurrency use."""
+        return self.plan.peak_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        """One more than stock: after shrinking, a row grows behind its dead entries and may round up twice."""
+        return super().max_num_blocks_per_req(vllm_config, max_len) + 1
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> Any:
+        """Stock merging rebuilds the spec from a fixed list of fields and would lose ours."""
+        if any(spec != specs[0] for spec in specs):
+            raise ValueError("a KV policy needs the same attention geometry in every layer")
+        return replace(specs[0])

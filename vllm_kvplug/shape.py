@@ -1,0 +1,40 @@
+"""The part of a model that policies and plans depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PAGE = 16
+"""Tokens in a head page, and in a vLLM block."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attention geometry of a model, counted over all tensor-parallel ranks.
+
+    `kv_heads` and `query_heads` are per layer; `fingerprint` identifies the architecture
+    (see `calibrate.profile.model_fingerprint`) so that a profile finds its model.
+    """
+
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    tensor_parallel: int = 1
+    fingerprint: str = ""
+    name: str = ""
+
+    @property
+    def heads(self) -> int:
+        """(layer, KV head) pairs of the whole model."""
+        return self.layers * self.kv_heads
+
+    @property
+    def rank_kv_heads(self) -> int:
+        """KV heads per layer that one tensor-parallel rank holds (replicated if there are too few)."""
+        return max(1, self.kv_heads // self.tensor_parallel)
+
+    def rank_heads(self, rank: int) -> range:
+        """Global KV heads of `rank`."""
+        first = rank * self.kv_heads // self.tensor_parallel
+        return range(first, first + self.rank_kv_heads)

@@ -1,0 +1,163 @@
+"""The attention backend that vLLM selects as CUSTOM: metadata, forward, and their way to the runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_kvplug import compat, ops
+from vllm_kvplug.shape import PAGE
+from vllm_kvplug.worker.attention import chunk_attention
+from vllm_kvplug.worker.runtime import Runtime
+from vllm_kvplug.worker.step import PrefillRow, Step
+
+
+class HeadPageBackend(AttentionBackend):
+    """KV in head pages: a block is layers * KV heads pages of 16 tokens, in layout BLHNC."""
+
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True  # vLLM's slot mapping, one place for all heads, is never used
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(PAGE)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.BLHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[HeadPageImpl]:
+        return HeadPageImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HeadPageBuilder]:
+        return HeadPageBuilder
+
+
+class HeadPageBuilder(AttentionMetadataBuilder):
+    """Hands a batch to the runtime, once per step."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    reorder_batch_threshold = 1  # one-token rows first
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.runtime: Runtime = compat.runtime_of(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Step:
+        meta = common_attn_metadata
+        rows, tokens = meta.num_reqs, meta.num_actual_tokens
+        if not self.runtime.in_step:
+            return self.runtime.padding_step(rows, tokens)
+        request_ids = compat.request_ids(self.runtime.runner, meta)
+        return self.runtime.prepare(
+            request_ids,
+            meta.query_start_loc_cpu[: len(request_ids) + 1].tolist(),
+            meta.seq_lens_cpu_upper_bound[: len(request_ids)].tolist(),
+            meta.seq_lens,
+            meta.block_table_tensor,
+            rows,
+            tokens,
+        )
+
+
+class HeadPageImpl(AttentionImpl):
+    """Attend, write, and at a prompt's end keep: one layer of a step."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        **unused: Any,
+    ):
+        compat.check_layer(alibi_slopes, sliding_window, logits_soft_cap, attn_type, kv_sharing_target_layer_name)
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads
+        self.scale = float(scale)
+        self.runtime: Runtime = compat.runtime_of(get_current_vllm_config())
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Step | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query, output [tokens, query heads, d]; key, value [tokens, KV heads, d]. Writes and returns output."""
+        runtime, step = self.runtime, attn_metadata
+        if step is None or runtime.pool is None or runtime.tables is None:
+            return output.fill_(0)
+        index = compat.layer_index(layer.layer_name)
+        first = index * self.num_kv_heads
+        place = step.place[:, first : first + self.num_kv_heads]
+        # Prompt chunks read what the request stored before this step, so they attend before anything is written.
+        for row in step.prefill:
+            output[row.tokens] = self._attend_chunk(row, first, query, key, value)
+        tokens = step.tokens
+        ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
+        if step.decode_rows:
+            rows = slice(0, step.decode_rows)
+            tables = runtime.tables
+            ops.decode_attention(
+                output[rows],
+                query[rows],
+                runtime.pool.pages,
+                tables.directory,
+                tables.chunks,
+                step.row_slot,
+                tables.lengths,
+                first,
+                self.num_kv_heads,
+                self.scale,
+            )
+            runtime.windows.record_decodes(step.row_slot, index, query[rows])
+        for row in step.prefill:
+            runtime.finish_layer(row, index, query[row.tokens])
+        return output
+
+    def _attend_chunk(
+        self, row: PrefillRow, first: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        stored = None
+        if row.stored:
+            assert self.runtime.tables is not None and self.runtime.pool is not None
+            device = query.device
+            heads = torch.arange(first, first + self.num_kv_heads, device=device)
+            index = torch.arange(row.stored, device=device)
+            slot = torch.tensor(row.slot, device=device)
+            stored = self.runtime.pool.gather(self.runtime.tables.locate(slot, heads[:, None], index))
+        chunk = row.tokens
+        return chunk_attention(
+            query[chunk], key[chunk], value[chunk], stored, row.start, self.runtime.policy.ring, self.scale
+        )

@@ -1,0 +1,126 @@
+"""The end of a prompt: score its tokens, keep each head's best, give pages back.
+
+Works layer by layer, right after the layer's attention, so that no scores outlive their layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvplug.components.allocators import top_tokens
+from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.policies.base import Policy, PromptView
+
+if TYPE_CHECKING:
+    from vllm_kvplug.worker.runtime import Geometry
+
+
+class PromptEnd:
+    """Scores, compacts and shrinks completed prompts."""
+
+    def __init__(self, policy: Policy, plan: PagePlan, geometry: Geometry, pool: PagePool, tables: PageTables):
+        self.policy, self.plan, self.geometry = policy, plan, geometry
+        self.pool, self.tables = pool, tables
+
+    def kept(self, prompt_len: int) -> list[list[int]]:
+        """Tokens each head of this rank keeps, [layers][KV heads of the rank]."""
+        heads = self.geometry.head_range
+        return [list(layer[heads.start : heads.stop]) for layer in self.plan.kept(prompt_len)]
+
+    def compact_layer(self, slot: int, layer: int, queries: torch.Tensor, length: int) -> None:
+        """Move the tokens that each head of a layer keeps to its front, in their order.
+
+        queries [window, query heads, d]: the prompt's last queries. Heads that keep everything stay as they are.
+        """
+        counts = self.kept(length)[layer]
+        cut = [h for h, count in enumerate(counts) if count < length]
+        if not cut:
+            return
+        first = layer * self.geometry.kv_heads
+        device = self.tables.lengths.device
+        heads = torch.arange(first, first + self.geometry.kv_heads, device=device)
+        everything = torch.arange(length, device=device)
+        stored = self.tables.locate(torch.tensor(slot, device=device), heads[:, None], everything)
+        keys, _ = self.pool.gather(stored)
+        view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale)
+        chosen = top_tokens(self.policy.score(view), counts)
+        source = torch.cat([stored[h, chosen[h]] for h in cut])
+        target = torch.cat([stored[h, : counts[h]] for h in cut])
+        self.pool.copy_tokens(source, target)
+        self.tables.set_positions(target, torch.cat([chosen[h] for h in cut]))
+
+    def give_back(self, slot: int, length: int) -> None:
+        """After the last layer: pack the kept pages into the blocks that stay."""
+        before = self.plan.prefill_blocks(length)
+        after = self.plan.decode_blocks(length, length)
+        kept = [count for layer in self.kept(length) for count in layer]
+        self.pool.copy_pages(*self.tables.shrink(slot, kept, before, after))
+
+
+class QueryWindows:
+    """The last queries of prompts whose last chunk does not hold all the queries a scorer wants.
+
+    `last` holds the newest query of every slot, written by decode rows inside the captured graph: a
+    prompt's last chunk may be one token. Earlier queries are kept per request while they are needed,
+    which is from the chunk that enters the window to the one that ends the prompt.
+    """
+
+    EXPECTED = 4
+    """Prompts split inside their window at once that start-up reserves memory for; more are allocated."""
+
+    def __init__(self, geometry: Geometry, window: int, device: torch.device):
+        self.geometry, self.window = geometry, window
+        self._kept: dict[int, torch.Tensor] = {}
+        slots = geometry.max_requests + 1 if window else 0  # one more for padding rows
+        shape = (slots, geometry.layers, geometry.query_heads, geometry.head_dim)
+        self.last = torch.zeros(shape, dtype=geometry.dtype, device=device)
+
+    def fixed_bytes(self) -> int:
+        one = self.geometry.layers * self.geometry.query_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
+        return self.last.numel() * self.last.element_size() + self.EXPECTED * self.window * one
+
+    def record_decodes(self, row_slot: torch.Tensor, layer: int, query: torch.Tensor) -> None:
+        """Keep the query of every decode row, [rows, query heads, d]. Safe inside a captured graph."""
+        if self.window:
+            self.last[row_slot, layer] = query  # slot -1 is the spare last entry
+
+    def keep(self, slot: int, layer: int, query: torch.Tensor, start: int, prefill_end: int) -> None:
+        """Keep the queries of a chunk [start, ...) that lie in the prompt's last window."""
+        first = max(prefill_end - self.window, 0)
+        end = start + query.shape[0]
+        if end > first:
+            begin = max(start, first)
+            self._buffer(slot)[layer, begin - first : end - first] = query[begin - start :]
+
+    def keep_last(self, slot: int, position: int, prefill_end: int) -> None:
+        """As `keep`, for a one-token chunk at `position` that ran in a decode row; all layers."""
+        first = max(prefill_end - self.window, 0)
+        self._buffer(slot)[:, position - first] = self.last[slot]
+
+    def take(self, slot: int, layer: int, query: torch.Tensor, start: int, prefill_end: int) -> torch.Tensor:
+        """The window of a prompt whose last chunk starts at `start`, [window, query heads, d]."""
+        first = max(prefill_end - self.window, 0)
+        if not self.window:
+            return query[:0]
+        if start <= first:
+            return query[first - start :]
+        return torch.cat([self._kept[slot][layer, : start - first], query])
+
+    def take_last(self, slot: int, layer: int, prefill_end: int) -> torch.Tensor:
+        """As `take`, for a last chunk of one token that ran in a decode row."""
+        newest = self.last[slot, layer][None] if self.window else self.last.new_empty((1, *self.last.shape[2:]))
+        return self.take(slot, layer, newest, prefill_end - 1, prefill_end)
+
+    def drop(self, slot: int) -> None:
+        self._kept.pop(slot, None)
+
+    def _buffer(self, slot: int) -> torch.Tensor:
+        if slot not in self._kept:
+            g = self.geometry
+            shape = (g.layers, self.window, g.query_heads, g.head_dim)
+            self._kept[slot] = torch.zeros(shape, dtype=g.dtype, device=self.last.device)
+        return self._kept[slot]

@@ -1,0 +1,232 @@
+"""The worker's state for one engine: live requests, page tables, and the plan of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvplug.lifecycle import Lifecycle
+from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables, TableSizes
+from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
+from vllm_kvplug.worker.step import PrefillRow, Step
+
+UNBOUNDED = 1 << 30
+"""Ring size of a head that only appends."""
+
+
+@dataclass
+class LiveRequest:
+    """A request that holds blocks. prefill_end: tokens after which its prompt is complete."""
+
+    slot: int
+    prefill_end: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a rank holds: `layers` x `kv_heads`, the global index of its first KV head, and the limits of the engine."""
+
+    layers: int
+    kv_heads: int
+    first_head: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    max_requests: int
+    max_tokens: int
+
+    @property
+    def heads(self) -> int:
+        return self.layers * self.kv_heads
+
+    @property
+    def head_range(self) -> range:
+        return range(self.first_head, self.first_head + self.kv_heads)
+
+
+@dataclass
+class Runtime:
+    """One engine's policy at work on one rank.
+
+    Between `begin_step` and `end_step` a real batch is running; outside of them vLLM only profiles, warms
+    up or captures graphs, and every row is a padding row.
+    """
+
+    policy: Policy
+    geometry: Geometry
+    device: torch.device
+    max_batch: int
+    live: dict[str, LiveRequest] = field(default_factory=dict)
+    pool: PagePool | None = None
+    tables: PageTables | None = None
+    runner: Any = None
+
+    def __post_init__(self) -> None:
+        self.plan = self.policy.plan()
+        self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
+        self.sinks = self.policy.ring.sinks if self.policy.ring else 0
+        self.in_step = False
+        self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
+        self._finishing: list[tuple[str, int]] = []
+        self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
+
+    # ---- memory
+
+    def table_sizes(self, blocks: int) -> TableSizes:
+        g = self.geometry
+        return TableSizes(g.max_requests, g.heads, g.max_tokens, blocks)
+
+    def fixed_bytes(self) -> int:
+        """Device memory beside the KV pool that does not depend on its size."""
+        return self.table_sizes(0).fixed_bytes() + self.windows.fixed_bytes() + self._place_bytes() + self._workspace()
+
+    def bytes_per_block(self) -> int:
+        return self.table_sizes(0).bytes_per_block()
+
+    def _place_bytes(self) -> int:
+        return 8 * self.max_batch * self.geometry.heads
+
+    def _workspace(self) -> int:
+        """Transient memory of one layer's prompt attention and scoring, which vLLM's profile run does not see."""
+        g = self.geometry
+        gathered = 4 * g.kv_heads * g.max_tokens * g.head_dim * self._itemsize
+        scored = 8 * g.query_heads * max(self.policy.query_window, 1) * g.max_tokens
+        return gathered + (scored if self.policy.evicts_after_prefill else 0)
+
+    @property
+    def _itemsize(self) -> int:
+        return self.geometry.dtype.itemsize
+
+    def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
+        """Take over the KV allocation. Called once it has its final size, before the first real step."""
+        g = self.geometry
+        self.pool = PagePool.over(layer_cache, g.layers)
+        self.tables = PageTables(self.table_sizes(blocks), self.device)
+        self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
+        self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
+        self.prompt_end = PromptEnd(self.policy, self.plan, g, self.pool, self.tables)
+
+    # ---- the way of a step
+
+    def begin_step(self, lifecycle: Lifecycle) -> None:
+        """Forget ended requests and give new ones a slot."""
+        gone = [self.live.pop(request_id) for request_id in lifecycle.ended if request_id in self.live]
+        if gone:
+            assert self.tables is not None
+            self.tables.free([request.slot for request in gone])
+            for request in gone:
+                self.windows.drop(request.slot)
+                self._free_slots.append(request.slot)
+        for request_id, prefill_end in lifecycle.admitted.items():
+            self.live[request_id] = LiveRequest(self._free_slots.pop(), prefill_end)
+        self._finishing = []
+        self.in_step = True
+
+    def padding_step(self, rows: int, tokens: int) -> Step:
+        """The metadata of a warm-up, profiling or capture batch: nothing is read or written."""
+        if self.pool is None:
+            return Step(0, torch.empty(0, dtype=torch.int32), torch.empty((0, self.geometry.heads), dtype=torch.int64))
+        self._row_slot[:rows] = -1
+        self._place[:tokens] = -1
+        return Step(rows if rows == tokens else 0, self._row_slot[:rows], self._place[:tokens])
+
+    def prepare(
+        self,
+        request_ids: Sequence[str],
+        query_starts: Sequence[int],
+        lengths: Sequence[int],
+        device_lengths: torch.Tensor,
+        block_rows: torch.Tensor,
+        padded_rows: int,
+        padded_tokens: int,
+    ) -> Step:
+        """Place the tokens of a batch in every (layer, head), and describe it for the layers.
+
+        request_ids: of the live rows, in row order. query_starts: their first tokens, and the end.
+        lengths: their tokens after this step. device_lengths, block_rows: as vLLM has them on the device,
+        [padded rows] and [padded rows, blocks].
+        """
+        assert self.tables is not None
+        rows = [self.live[request_id] for request_id in request_ids]
+        counts = [query_starts[i + 1] - query_starts[i] for i in range(len(rows))]
+        decode_rows = next((i for i, count in enumerate(counts) if count != 1), len(rows))
+        if decode_rows == len(rows):  # a captured graph may replay it with padding rows
+            decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
+        slots = torch.full((decode_rows,), -1, dtype=torch.int64)
+        live_decodes = min(decode_rows, len(rows))
+        slots[:live_decodes] = torch.tensor([r.slot for r in rows[:live_decodes]], dtype=torch.int64)
+        for i in range(live_decodes):
+            self._note_decode(request_ids[i], rows[i], lengths[i])
+        self._place[:padded_tokens] = -1
+        if decode_rows:
+            on_device = self._upload(slots)
+            self._row_slot[:decode_rows] = on_device.int()
+            last = device_lengths[:decode_rows] - 1
+            self._place[:decode_rows] = self.tables.append(
+                on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens
+            )
+        prefill = tuple(
+            self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
+            for i in range(decode_rows, len(rows))
+        )
+        return Step(decode_rows, self._row_slot[:decode_rows], self._place[:padded_tokens], prefill)
+
+    def end_step(self) -> None:
+        """After the last layer: finish the prompts that ended in a decode row, and give pages back."""
+        assert self.tables is not None
+        for request_id, length in self._finishing:
+            request = self.live[request_id]
+            if length < request.prefill_end:
+                self.windows.keep_last(request.slot, length - 1, request.prefill_end)
+                continue
+            for layer in range(self.geometry.layers):
+                queries = self.windows.take_last(request.slot, layer, request.prefill_end)
+                self.prompt_end.compact_layer(request.slot, layer, queries, request.prefill_end)
+            self._give_back(request)
+        self._finishing = []
+        self.in_step = False
+
+    def _note_decode(self, request_id: str, request: LiveRequest, length: int) -> None:
+        """Remember a one-token prompt chunk in a decode row whose query the scorer will need."""
+        if self.policy.evicts_after_prefill:
+            if request.prefill_end - self.policy.query_window < length <= request.prefill_end:
+                self._finishing.append((request_id, length))
+
+    def _place_chunk(
+        self, request_id: str, request: LiveRequest, first: int, count: int, end: int, row: torch.Tensor
+    ) -> PrefillRow:
+        assert self.tables is not None
+        start, tokens = end - count, slice(first, first + count)
+        place = self.tables.extend(request.slot, row, start, end, self.sinks, self.ring_tokens)
+        self._place[tokens] = place
+        finishing = self.policy.evicts_after_prefill and end == request.prefill_end
+        stored = min(start, self.ring_tokens)
+        return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
+
+    def finish_layer(self, row: PrefillRow, layer: int, query: torch.Tensor) -> None:
+        """After a layer's attention of a prompt chunk: keep the last queries, or score and compact with them."""
+        if not self.policy.evicts_after_prefill:
+            return
+        request = self.live[row.request_id]
+        if not row.finishing:
+            self.windows.keep(row.slot, layer, query, row.start, request.prefill_end)
+            return
+        queries = self.windows.take(row.slot, layer, query, row.start, row.end)
+        self.prompt_end.compact_layer(row.slot, layer, queries, row.end)
+        if layer == self.geometry.layers - 1:
+            self._give_back(request)
+
+    def _give_back(self, request: LiveRequest) -> None:
+        self.prompt_end.give_back(request.slot, request.prefill_end)
+        self.windows.drop(request.slot)
+
+    def _upload(self, values: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,45 @@
+"""What a forward pass needs to know of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """Several tokens of one request's prompt in this step.
+
+    tokens: their rows in the batch. start, end: their positions. stored: tokens every head holds before.
+    finishing: whether the prompt is complete with `end`.
+    """
+
+    request_id: str
+    slot: int
+    tokens: slice
+    start: int
+    end: int
+    stored: int
+    finishing: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """Attention metadata of one batch, shared by all layers.
+
+    The first `decode_rows` rows have one token each and go through one launch; their tensors are
+    persistent, so that a captured graph reads this step's values. The rest are `prefill` rows.
+
+    row_slot: int32 [decode_rows], the slot of each row's request, -1 for padding.
+    place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
+    """
+
+    decode_rows: int
+    row_slot: torch.Tensor
+    place: torch.Tensor
+    prefill: tuple[PrefillRow, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.place.shape[0]

@@ -1,0 +1,111 @@
+"""vLLM's workers, holding the runtime of a KV policy."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec, replace_as
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvplug import compat
+from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.lifecycle import ATTRIBUTE
+from vllm_kvplug.policies.registry import policy_from_json
+from vllm_kvplug.scheduler.spec import HeadPageSpec
+from vllm_kvplug.worker.runtime import Geometry, Runtime
+
+logger = init_logger("vllm.kvplug.worker")
+
+GIB = 1 << 30
+
+
+class PolicyWorkerMixin:
+    """Creates the runtime before the model, charges its memory, and brackets every step."""
+
+    vllm_config: Any
+    model_runner: Any
+    device: Any
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.runtime = self._make_runtime()
+        compat.attach_runtime(self.vllm_config, self.runtime)
+        return super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _make_runtime(self) -> Runtime:
+        config = self.vllm_config
+        shape = compat.model_shape(config)
+        policy = policy_from_json(json.dumps(config.additional_config[ADDITIONAL_KEY], sort_keys=True), shape)
+        rank = get_tensor_model_parallel_rank()
+        heads = shape.rank_heads(rank)
+        scheduler = config.scheduler_config
+        geometry = Geometry(
+            layers=shape.layers,
+            kv_heads=len(heads),
+            first_head=heads.start,
+            query_heads=shape.query_heads // shape.tensor_parallel,
+            head_dim=shape.head_dim,
+            dtype=config.model_config.dtype,
+            scale=shape.head_dim**-0.5,
+            max_requests=scheduler.max_num_seqs,
+            max_tokens=config.model_config.max_model_len,
+        )
+        captured = max(config.compilation_config.cudagraph_capture_sizes or [0])
+        max_batch = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
+        return Runtime(policy, geometry, self.device, max_batch, runner=self.model_runner)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        policy = json.dumps(self.vllm_config.additional_config[ADDITIONAL_KEY], sort_keys=True)
+        shape = compat.model_shape(self.vllm_config)
+        specs = super().get_kv_cache_spec()  # type: ignore[misc]
+        odd = [name for name, spec in specs.items() if not isinstance(spec, AttentionSpec)]
+        if odd:
+            raise PolicyError(f"--kv-policy: layer {odd[0]} has no per-token KV cache; remove --kv-policy for this model")
+        return {name: replace_as(spec, HeadPageSpec, policy=policy, shape=shape) for name, spec in specs.items()}
+
+    def determine_available_memory(self) -> int:
+        """What vLLM found, less what tables, windows and workspace will take."""
+        available = super().determine_available_memory()  # type: ignore[misc]
+        block = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
+        fixed, per_block = self.runtime.fixed_bytes(), self.runtime.bytes_per_block()
+        left = (available - fixed) * block // (block + per_block)
+        arena = available - left
+        limit = self.runtime.policy.config.arena_gib
+        if limit is not None and arena > limit * GIB:
+            raise PolicyError(
+                f"tables and windows need {arena / GIB:.2f} GiB beside the KV pages, more than arena_gib={limit}: "
+                f"raise arena_gib in {CONFIG_FLAG}, or lower --max-num-seqs or --max-model-len"
+            )
+        if left <= block:
+            raise PolicyError(
+                f"tables and windows need {fixed / GIB:.2f} GiB and only {available / GIB:.2f} GiB are free: "
+                "lower --max-num-seqs or --max-model-len, or give the KV cache more memory"
+            )
+        logger.info(
+            "KV policy memory: %.3f GiB for head pages, %.3f GiB for tables, query windows and workspace",
+            left / GIB,
+            arena / GIB,
+        )
+        return left
+
+    def initialize_from_config(self, kv_cache_config: Any) -> Any:
+        result = super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        name = kv_cache_config.kv_cache_groups[0].layer_names[0]
+        self.runtime.bind(layers[name].kv_cache, kv_cache_config.num_blocks)
+        return result
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        with torch.inference_mode():
+            self.runtime.begin_step(getattr(scheduler_output, ATTRIBUTE))
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+            self.runtime.end_step()
+        return output
+
+
+class PolicyWorker(PolicyWorkerMixin, Worker):
+    """For CUDA."""
