@@ -30,4 +30,5 @@ def has_cuda() -> bool:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
-    return torch.version.cuda is not None and CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+    has_compiler = CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+    return torch.version.cuda is not None and has_compiler

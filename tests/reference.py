@@ -140,7 +140,7 @@ class HeteroCache(Rule):
         compressed = [(i, h) for i, h in pairs if roles[i][h] in ("anchor", "satellite")]
         full = len(pairs) - len(compressed)
         # In floating point on purpose: where rho * heads is not exact this is the documented value.
-        total = int((self.rho * len(pairs) - full) * tokens)
+        total = int((Fraction(str(self.rho)) * len(pairs) - full) * tokens)
         low = min(self.min_tokens, tokens)
         result = [[tokens] * heads for _ in range(layers)]
         shares = share_out(total, [weights[i][h] for i, h in compressed], low, tokens)
@@ -158,7 +158,7 @@ class HeteroCache(Rule):
 
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
     """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
-    wanted = budget_tokens if budget_tokens is not None else int(tokens * (0.5 if ratio is None else ratio))
+    wanted = budget_tokens if budget_tokens is not None else int(tokens * Fraction(str(0.5 if ratio is None else ratio)))
     return max(1, min(wanted, tokens))
 
 

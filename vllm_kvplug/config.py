@@ -5,15 +5,31 @@ Errors name the flag to change. The knobs every policy shares are here; its own 
 
 from __future__ import annotations
 
-from typing import Any
+from fractions import Fraction
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_kvplug.errors import PolicyError
 
 FLAG = "--kv-policy"
 CONFIG_FLAG = "--kv-policy-config"
 ADDITIONAL_KEY = "kv_policy"
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise ValueError("must be odd, so that the pool is centred")
+    return value
+
+
+PoolWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
+"""Width of a centred average pool over token scores."""
+
+
+def share_of(ratio: float, tokens: int) -> int:
+    """`ratio` of `tokens`, rounded down, with the ratio taken as written: 0.29 of 100 is 29."""
+    return int(Fraction(str(ratio)) * tokens)
 
 
 class PolicyConfig(BaseModel):
@@ -49,7 +65,7 @@ class BudgetConfig(PolicyConfig):
         if self.budget_tokens is not None:
             return min(self.budget_tokens, prompt_len)
         ratio = 0.5 if self.ratio is None else self.ratio
-        return min(max(int(prompt_len * ratio), 1), prompt_len)
+        return min(max(share_of(ratio, prompt_len), 1), prompt_len)
 
     def model_post_init(self, _context: Any) -> None:
         if self.ratio is not None and self.budget_tokens is not None:

@@ -43,17 +43,19 @@ def load_library() -> None:
 def _build_library(reason: str) -> None:
     from torch.utils import cpp_extension
 
-    from vllm_kvplug import csrc
+    from vllm_kvplug.csrc import compile_flags, has_cuda, sources
 
-    cuda = csrc.has_cuda()
-    flags = csrc.compile_flags()
+    cuda = has_cuda()
+    flags = compile_flags()
     logger.warning(
         "Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason
     )
+    if torch.version.cuda is not None and not cuda:
+        logger.warning("nvcc was not found (set CUDA_HOME): kv_write will not take CUDA tensors.")
     try:
         cpp_extension.load(
             name=re.sub(r"\W", "_", f"{NAMESPACE}_C_{torch.__version__}"),
-            sources=csrc.sources(cuda),
+            sources=sources(cuda),
             extra_cflags=flags["cxx"],
             extra_cuda_cflags=flags["nvcc"],
             with_cuda=cuda,

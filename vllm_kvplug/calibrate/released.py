@@ -10,8 +10,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from vllm_kvplug.calibrate.profile import (
     HeadProfile,
     ProfiledModel,
@@ -41,7 +39,7 @@ def load_released(path: str | Path, hf_config: Any, name: str | None = None) -> 
         return _convert(content, path.name, hf_config, name or path.stem)
     except KeyError as error:
         raise ValueError(f"{path} is not a HeteroCache head analysis: it has no {error}") from error
-    except (ValidationError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 

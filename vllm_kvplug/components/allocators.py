@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import torch
 
@@ -16,12 +17,13 @@ def water_fill(total: int, weights: Sequence[float], low: int, high: int) -> lis
     """
     count = len(weights)
     total = min(max(total, count * low), count * high)
-    shares = [0.0] * count
+    exact = [Fraction(weight) for weight in weights]  # floats would break ties by rounding error
+    shares = [Fraction(0)] * count
     free = set(range(count))
-    left = float(total)
+    left = Fraction(total)
     while free:
-        mass = sum(weights[i] for i in free)
-        trial = {i: left * weights[i] / mass if mass > 0 else left / len(free) for i in free}
+        mass = sum(exact[i] for i in free)
+        trial = {i: left * exact[i] / mass if mass > 0 else left / len(free) for i in free}
         over = {i for i in free if trial[i] > high}
         under = {i for i in free if trial[i] < low}
         # Settle the side with the larger violation first; settling both at once could overshoot.
@@ -33,7 +35,7 @@ def water_fill(total: int, weights: Sequence[float], low: int, high: int) -> lis
                 shares[i] = trial[i]
             break
         for i in settled:
-            shares[i] = float(bound)
+            shares[i] = Fraction(bound)
         left -= bound * len(settled)
         free -= settled
     result = [int(share) for share in shares]

@@ -23,10 +23,9 @@ def prompt_attention(queries: torch.Tensor, keys: torch.Tensor, scale: float) ->
 def smooth(scores: torch.Tensor, kernel: int) -> torch.Tensor:
     """Average pool of width `kernel`, stride 1, over the last dimension, zero-padded on both sides.
 
-    The divisor is always `kernel`, as in the papers' code. An even kernel reaches one token further back.
+    kernel is odd. The divisor is always `kernel`, as in the papers' code.
     """
     if kernel == 1 or scores.shape[-1] == 0:
         return scores
-    padded = torch.nn.functional.pad(scores, (kernel // 2, (kernel - 1) // 2))
-    flat = padded.reshape(-1, 1, padded.shape[-1])
-    return torch.nn.functional.avg_pool1d(flat, kernel, stride=1).reshape(scores.shape)
+    flat = scores.reshape(-1, 1, scores.shape[-1])
+    return torch.nn.functional.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).reshape(scores.shape)

@@ -2,6 +2,7 @@
 
 Volatile and pivot heads keep the whole prompt. Anchors and satellites share the rest of the budget by
 their profiled weight and keep, at the end of the prompt, the tokens their own last query attends to.
+Dropped tokens are gone: retrieval from the host is not part of this policy yet, so satellites act as anchors.
 Where the released code loses budget (a head's share clipped at the prompt length, or rounded to nothing)
 this gives it to the other compressed heads and never leaves a head empty.
 """
@@ -16,7 +17,7 @@ from pydantic import Field
 from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped
 from vllm_kvplug.components.allocators import water_fill
 from vllm_kvplug.components.scorers import prompt_attention, smooth
-from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig
+from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, share_of
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Policy, PromptView
@@ -24,14 +25,14 @@ from vllm_kvplug.shape import ModelShape
 
 
 class HeteroCacheConfig(PolicyConfig):
-    rho: float = Field(default=0.5, gt=0, le=1, description="Share of the full KV cache that the prompt keeps.")
+    rho: float = Field(default=0.5, gt=0, le=1, description="Share of its full KV cache that a prompt keeps.")
     profile: str | None = Field(
         default=None,
         description="Head profile (JSON from `kvplug profile`). Default: the shipped profile of this architecture.",
     )
-    min_tokens: int = Field(default=16, ge=1, description="Fewest tokens a compressed head keeps.")
+    min_tokens: int = Field(default=16, ge=1, description="Fewest tokens a compressed head keeps, rho notwithstanding.")
     window: int = Field(default=1, ge=1, description="Last prompt queries that score; the paper uses one.")
-    kernel: int = Field(default=5, ge=1, description="Width of the average pool over scores.")
+    kernel: PoolWidth = Field(default=5, description="Width of the average pool over scores.")
 
 
 class HeteroCache(Policy[HeteroCacheConfig]):
@@ -44,7 +45,7 @@ class HeteroCache(Policy[HeteroCacheConfig]):
         super().__init__(config, shape)
         self.query_window = config.window
         self.profile = load_profile(config.profile, shape)
-        paid = int(config.rho * shape.heads)
+        paid = share_of(config.rho, shape.heads)
         if paid <= self.profile.num_full and self.profile.num_compressed and config.rho < 1:
             least = (self.profile.num_full + 1) / shape.heads
             raise PolicyError(
@@ -56,7 +57,7 @@ class HeteroCache(Policy[HeteroCacheConfig]):
     def kept(self, prompt_len: int) -> Kept:
         weights = [w for row in self.profile.weights for w in row if w >= 0]
         heads = self.shape.heads
-        total = int((self.config.rho * heads - self.profile.num_full) * prompt_len)
+        total = share_of(self.config.rho, heads * prompt_len) - self.profile.num_full * prompt_len
         budgets = iter(water_fill(total, weights, min(self.config.min_tokens, prompt_len), prompt_len))
         return [[prompt_len if w < 0 else next(budgets) for w in row] for row in self.profile.weights]
 

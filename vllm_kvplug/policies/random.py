@@ -11,7 +11,7 @@ from vllm_kvplug.policies.base import Policy, PromptView
 
 
 class RandomConfig(BudgetConfig):
-    seed: int = Field(default=0, ge=0, description="Seed of the choice.")
+    seed: int = Field(default=0, ge=0, le=1_000_000, description="Seed of the choice.")
 
 
 class Random(Policy[RandomConfig]):

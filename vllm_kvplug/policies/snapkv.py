@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplug.components.scorers import prompt_attention, smooth
-from vllm_kvplug.config import BudgetConfig
+from vllm_kvplug.config import BudgetConfig, PoolWidth
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.shape import ModelShape
@@ -14,7 +14,7 @@ from vllm_kvplug.shape import ModelShape
 
 class SnapKVConfig(BudgetConfig):
     window: int = Field(default=64, ge=1, description="Last prompt tokens that vote, and are always kept.")
-    kernel: int = Field(default=5, ge=1, description="Width of the average pool over votes.")
+    kernel: PoolWidth = Field(default=5, description="Width of the average pool over votes.")
 
 
 class SnapKV(Policy[SnapKVConfig]):
