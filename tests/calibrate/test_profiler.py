@@ -20,6 +20,7 @@ from vllm_kvplug.calibrate.profiler import (
     score_text,
     stack_rows,
 )
+from vllm_kvplug.errors import PolicyError
 
 VOCAB = 64
 
@@ -95,7 +96,7 @@ def test_capture_leaves_the_model_as_it_was(model):
 def test_sliding_windows_are_refused(model):
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]
     try:
-        with pytest.raises(ValueError, match="sliding_attention"), last_rows(model):
+        with pytest.raises(PolicyError, match="sliding_attention"), last_rows(model):
             pass
     finally:
         del model.config.layer_types
@@ -225,7 +226,7 @@ def test_greedy_star_clustering(similarity, clusters):
 
 def test_layer_roles_look_at_stability_only_outside_clusters():
     roles = layer_roles({1: (0, 3)}, torch.tensor([0.1, 0.1, 0.5, 0.9, 0.49]), tau_stable=0.5)
-    assert roles == ["satellite", "pivot", "anchor", "satellite", "volatile"]
+    assert roles == ("satellite", "pivot", "anchor", "satellite", "volatile")
 
 
 def test_weights_are_inverse_stability_with_mean_one_over_all_layers():
@@ -280,6 +281,19 @@ def test_texts_without_a_text_field_are_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="bad.jsonl:1"):
         command.read_texts([tmp_path / "bad.jsonl"])
+
+
+def test_bad_options_are_refused_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "a.txt").write_text("w1")
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    for options, message in (
+        (["a.txt", "--kernel", "4"], "kernel must be odd"),
+        (["missing.txt"], "missing.txt"),
+    ):
+        args = parser.parse_args(["no-model", "--texts", str(tmp_path / options[0]), *options[1:]])
+        with pytest.raises(PolicyError, match=message):
+            command.run(args)
 
 
 def test_smallest_ratio_is_feasible_and_barely_so():

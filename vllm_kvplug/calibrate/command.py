@@ -5,13 +5,16 @@ import datetime
 import json
 import math
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from vllm_kvplug.calibrate.profile import (
     NO_WEIGHT,
+    ROLES,
     HeadProfile,
     ProfiledModel,
     ProfileSettings,
@@ -20,6 +23,7 @@ from vllm_kvplug.calibrate.profile import (
     model_fingerprint,
     weights_hash,
 )
+from vllm_kvplug.errors import PolicyError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = ProfileSettings(**{name: getattr(args, name) for name in ProfileSettings.model_fields})
-    texts = read_texts(args.texts)
+    try:
+        settings = ProfileSettings(**{name: getattr(args, name) for name in ProfileSettings.model_fields})
+        texts = read_texts(args.texts)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"profile: {error}") from error
+    if args.png and find_spec("matplotlib") is None:  # say so before the minutes of measuring
+        raise PolicyError("profile: --png needs matplotlib: pip install matplotlib")
     out = args.out or Path("profiles") / f"{Path(args.model).name}.json"
     profile = profile_model(args.model, texts, settings, name=out.stem, dtype=args.dtype)
     profile.save(out)
@@ -73,14 +82,15 @@ def profile_model(
 
     folder = _local_folder(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    network.to(device).eval()
     scores = score_heads(network, AutoTokenizer.from_pretrained(folder), texts, settings)
 
-    clusters = [cluster_heads(layer, settings.tau_sim) for layer in scores.similarity]
-    roles = [
+    clusters = tuple(cluster_heads(layer, settings.tau_sim) for layer in scores.similarity)
+    roles = tuple(
         layer_roles(groups, stable, settings.tau_stable)
         for groups, stable in zip(clusters, scores.stability, strict=True)
-    ]
+    )
     layers, kv_heads, query_heads, head_dim = kv_shape(network.config)
     return HeadProfile(
         model=ProfiledModel(
@@ -128,7 +138,7 @@ def smallest_ratio(profile: HeadProfile) -> float:
 
 def summary(profile: HeadProfile) -> Table:
     table = Table(title=f"head profile of {profile.model.name}", show_header=False)
-    for role in ("anchor", "volatile", "pivot", "satellite"):
+    for role in ROLES:
         table.add_row(role, str(profile.count(role)))
     table.add_row("full", f"{profile.num_full} of {profile.num_heads} heads")
     budgets = [r for row in profile.weights for r in row if r != NO_WEIGHT]
@@ -148,13 +158,13 @@ def _local_folder(model: str) -> Path:
     return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"]))
 
 
-def _rounded(matrix: list[list[float]]) -> list[list[float]]:
-    return [[round(value, 6) for value in row] for row in matrix]
+def _rounded(matrix: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(round(value, 6) for value in row) for row in matrix)
 
 
 def _versions(dtype: str) -> dict[str, str]:
     found = {"dtype": dtype}
-    for package in ("vllm-kvplug", "torch", "transformers"):
+    for package in ("vllm_kvplug", "torch", "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # a source checkout that is not installed

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
-from vllm_kvplug.calibrate.profile import NO_WEIGHT, HeadProfile
+from vllm_kvplug.calibrate.profile import NO_WEIGHT, HeadProfile, Role
 
-COLOURS = {"anchor": "#4c78a8", "volatile": "#e45756", "pivot": "#f2b701", "satellite": "#9fd4c8"}
+COLOURS: dict[Role, str] = {
+    "anchor": "#4c78a8",
+    "volatile": "#e45756",
+    "pivot": "#f2b701",
+    "satellite": "#9fd4c8",
+}
 
 
 def save_plot(profile: HeadProfile, path: str | Path) -> None:

@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from vllm_kvplug.calibrate.profile import FULL_ROLES, NO_WEIGHT, ProfiledText, ProfileSettings, Role
+from vllm_kvplug.errors import PolicyError
 
 RECORDING = "kvplug_recording"
 
@@ -41,7 +42,7 @@ def last_rows(model: PreTrainedModel) -> Iterator[dict[int, Tensor]]:
     """
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"profiling needs full attention in every layer, the model has {sorted(kinds)}")
+        raise PolicyError(f"profile: needs full attention in every layer, the model has {sorted(kinds)}")
     rows: dict[int, Tensor] = {}
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
@@ -127,13 +128,13 @@ def score_heads(
 ) -> HeadScores:
     """texts: (name, text) pairs, each cut to `settings.length` tokens; shorter ones are used whole."""
     if not texts:
-        raise ValueError("profiling needs at least one text")
+        raise PolicyError("profile: needs at least one text")
     stability, similarity, records = [], [], []
     for name, text in tqdm(texts, desc="profiling", unit="text"):
         has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         ids = tokenizer(text, add_special_tokens=not has_bos).input_ids[: settings.length]
         if not ids:
-            raise ValueError(f"text {name} is empty")
+            raise PolicyError(f"profile: text {name} is empty")
         stable, similar, steps = score_text(model, torch.tensor(ids, device=model.device), settings)
         stability.append(stable)
         similarity.append(similar)
@@ -162,7 +163,9 @@ def cluster_heads(similarity: Tensor, tau_sim: float) -> dict[int, tuple[int, ..
     return clusters
 
 
-def layer_roles(clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float) -> list[Role]:
+def layer_roles(
+    clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float
+) -> tuple[Role, ...]:
     """Clustered heads are pivots and satellites; of the rest, stability [H] parts anchors from volatile."""
     satellites = {head for members in clusters.values() for head in members}
 
@@ -173,7 +176,7 @@ def layer_roles(clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_sta
             return "satellite"
         return "anchor" if stable >= tau_stable else "volatile"
 
-    return [role(head, stable) for head, stable in enumerate(stability.tolist())]
+    return tuple(role(head, stable) for head, stable in enumerate(stability.tolist()))
 
 
 def budget_weights(roles: Sequence[Sequence[Role]], stability: Tensor) -> list[list[float]]:

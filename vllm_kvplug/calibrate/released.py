@@ -62,7 +62,7 @@ def _convert(content: dict, file_name: str, hf_config: Any, name: str) -> HeadPr
             query_heads=query_heads,
             head_dim=head_dim,
         ),
-        roles=[[ROLE_OF_CODE[code] for code in row] for row in codes],
+        roles=tuple(tuple(ROLE_OF_CODE[code] for code in row) for row in codes),
         weights=content["allocation_matrix"],
         clusters=content["leader_member_relations"],
         provenance=Provenance(source=f"released file {file_name}", date=datetime.date.today().isoformat()),

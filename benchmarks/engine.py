@@ -1,0 +1,62 @@
+"""Engines for measurements: in this process, one after another, with their block pools in reach."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+
+
+@contextmanager
+def engine(model: str, **arguments: Any) -> Iterator[Any]:
+    """A vllm.LLM that is gone afterwards, with its memory and process groups."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(model, **arguments)
+    try:
+        yield llm
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def greedy(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    """Greedy continuations of token-id prompts, all submitted at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def scheduler(llm: Any) -> Any:
+    """The engine core's scheduler (in-process engines only)."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def runtime(llm: Any) -> Any:
+    """The policy's runtime on the only worker of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runtime
+
+
+def block_bytes(llm: Any) -> int:
+    """Bytes of one vLLM block over all layers."""
+    config = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+    return sum(g.kv_cache_spec.page_size_bytes * len(g.layer_names) for g in config.kv_cache_groups)
+
+
+def used_blocks(llm: Any) -> int:
+    """Blocks in use in vLLM's pool (its null block is not counted)."""
+    pool = scheduler(llm).kv_cache_manager.block_pool
+    return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
