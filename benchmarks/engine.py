@@ -1,4 +1,4 @@
-"""Engines for measurements: in this process, one after another, with their block pools in reach."""
+"""Engines for measurements, one after another; on the CPU in this process, with their block pools in reach."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+import torch
+
+# On CUDA only the end of a process gives all its memory back to the next engine.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if torch.version.cuda is None else "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from vllm_kvplug.calibrate.profile import model_fingerprint
 from vllm_kvplug.errors import PolicyError
@@ -21,7 +22,8 @@ WORKERS = {
 }
 """vLLM's worker classes and the ones that carry a policy."""
 
-_RUNTIME = "_kvplug_runtime"
+_RUNTIMES: WeakValueDictionary[int, Runtime] = WeakValueDictionary()
+"""Runtime of each engine in this process, by the identity of the engine's table of layers."""
 
 
 def check_version(version: str) -> None:
@@ -34,12 +36,13 @@ def check_version(version: str) -> None:
 
 
 def attach_runtime(vllm_config: Any, runtime: Runtime) -> None:
-    """State hangs on the engine's config: two engines may share a process."""
-    object.__setattr__(vllm_config, _RUNTIME, runtime)
+    """Tie a runtime to its engine: two engines may share a process, and vLLM copies VllmConfig, which takes no
+    attributes of ours, but every copy shares the dict in which the engine's layers register."""
+    _RUNTIMES[id(vllm_config.compilation_config.static_forward_context)] = runtime
 
 
 def runtime_of(vllm_config: Any) -> Runtime:
-    runtime = getattr(vllm_config, _RUNTIME, None)
+    runtime = _RUNTIMES.get(id(vllm_config.compilation_config.static_forward_context))
     if runtime is None:
         raise PolicyError("attention backend CUSTOM needs --kv-policy: it only works under a KV policy")
     return runtime

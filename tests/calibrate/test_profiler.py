@@ -287,11 +287,8 @@ def test_bad_options_are_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "a.txt").write_text("w1")
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    for options, message in (
-        (["a.txt", "--kernel", "4"], "kernel must be odd"),
-        (["missing.txt"], "missing.txt"),
-    ):
-        args = parser.parse_args(["no-model", "--texts", str(tmp_path / options[0]), *options[1:]])
+    for file, kernel, message in (("a.txt", "4", "kernel must be odd"), ("missing.txt", "5", "missing.txt")):
+        args = parser.parse_args(["no-model", "--texts", str(tmp_path / file), "--kernel", kernel])
         with pytest.raises(PolicyError, match=message):
             command.run(args)
 

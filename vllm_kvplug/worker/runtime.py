@@ -50,7 +50,7 @@ class Geometry:
         return range(self.first_head, self.first_head + self.kv_heads)
 
 
-@dataclass
+@dataclass(eq=False)
 class Runtime:
     """One engine's policy at work on one rank.
 
