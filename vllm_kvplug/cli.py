@@ -15,11 +15,11 @@ def serve() -> None:
     """
     stock = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return stock(name)
+            return stock(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             import vllm
 
@@ -49,7 +49,9 @@ def policies(args: argparse.Namespace) -> None:
 
     for name, cls in classes.items():
         headline = (cls.__doc__ or "").strip().splitlines()
-        table = Table("knob", "default", "meaning", title=f"{name}: {headline[0] if headline else ''}", title_justify="left")
+        table = Table(
+            "knob", "default", "meaning", title=f"{name}: {headline[0] if headline else ''}", title_justify="left"
+        )
         for knob, field in cls.Config.model_fields.items():
             table.add_row(knob, str(field.get_default()), field.description or "")
         Console().print(table)

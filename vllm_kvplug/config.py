@@ -54,7 +54,10 @@ class BudgetConfig(PolicyConfig):
     """A per-head budget: a share of the prompt, or a number of tokens."""
 
     ratio: float | None = Field(
-        default=None, gt=0, le=1, description="Share of the prompt every head keeps (0.5 unless budget_tokens is given)."
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the prompt every head keeps (0.5 unless budget_tokens is given).",
     )
     budget_tokens: int | None = Field(
         default=None, ge=1, description="Tokens every head keeps, instead of a share of the prompt."

@@ -29,7 +29,11 @@ def _refusals(config: Any) -> list[tuple[Any, str, str]]:
         (getattr(text, "num_kv_shared_layers", 0), "KV sharing between layers", drop),
         (model.is_multimodal_model, "multimodal models", drop),
         (cache.enable_prefix_caching, "prefix caching", "remove --enable-prefix-caching"),
-        (cache.cache_dtype not in ("auto", "float16", "bfloat16"), f"--kv-cache-dtype {cache.cache_dtype}", "remove it"),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16"),
+            f"--kv-cache-dtype {cache.cache_dtype}",
+            "remove it",
+        ),
         (config.speculative_config, "speculative decoding", "remove --speculative-config"),
         (config.lora_config, "LoRA adapters", "remove --enable-lora"),
         (config.kv_transfer_config, "KV connectors", "remove --kv-transfer-config"),

@@ -24,9 +24,7 @@ def load_library() -> None:
     Raises RuntimeError if it has to be built and cannot be, for want of a compiler for instance.
     """
     # Only this interpreter's suffixes: a checkout may hold builds for several.
-    candidates = [
-        Path(__file__).with_name(f"_C{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    ]
+    candidates = [Path(__file__).with_name(f"_C{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     built = next((path for path in candidates if path.exists()), None)
     if built is None:
         _build_library("no prebuilt library in the package")
@@ -47,9 +45,7 @@ def _build_library(reason: str) -> None:
 
     cuda = has_cuda()
     flags = compile_flags()
-    logger.warning(
-        "Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason
-    )
+    logger.warning("Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason)
     if torch.version.cuda is not None and not cuda:
         logger.warning("nvcc was not found (set CUDA_HOME): kv_write will not take CUDA tensors.")
     try:

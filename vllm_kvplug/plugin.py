@@ -96,7 +96,7 @@ def honour_custom_backend_on_cpu() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    platform = type(current_platform)
+    platform: Any = type(current_platform)
     if not current_platform.is_cpu() or hasattr(platform, _MARK):
         return
     stock = platform.get_attn_backend_cls.__func__

@@ -25,7 +25,8 @@ class PagePool:
             raise RuntimeError(f"KV cache is not in layout BLHNC: {layer_cache.shape}, {layer_cache.stride()}")
         storage = layer_cache.untyped_storage()
         flat = torch.empty(0, dtype=layer_cache.dtype, device=layer_cache.device)
-        return cls(flat.set_(storage, 0, (blocks * layers * heads, tokens, content)))
+        shape = (blocks * layers * heads, tokens, content)
+        return cls(flat.set_(storage, 0, shape, (tokens * content, content, 1)))
 
     def gather(self, token_slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at int64 `token_slots` of any shape, each [..., head_dim]."""

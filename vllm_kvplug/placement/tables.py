@@ -201,9 +201,7 @@ class PageTables:
         self.set_positions(target, moved)
         return source, target
 
-    def shrink(
-        self, slot: int, kept: Sequence[int], before: int, after: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def shrink(self, slot: int, kept: Sequence[int], before: int, after: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Give back all but `after` of the `before` blocks of a request whose heads now hold `kept` tokens.
 
         The tokens a head keeps are already its first ones. Pages in blocks that stay do not move; the

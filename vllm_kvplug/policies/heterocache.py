@@ -50,8 +50,8 @@ class HeteroCache(Policy[HeteroCacheConfig]):
             least = (self.profile.num_full + 1) / shape.heads
             raise PolicyError(
                 f"heterocache: rho={config.rho} pays for {paid} of {shape.heads} heads, but the profile keeps "
-                f"{self.profile.num_full} heads (volatile and pivot) whole. Set rho above {least:.3f} in {CONFIG_FLAG}, "
-                "or profile the model with a lower --tau-stable or --tau-sim."
+                f"{self.profile.num_full} heads (volatile and pivot) whole. Set rho above {least:.3f} in "
+                f"{CONFIG_FLAG}, or profile the model with a lower --tau-stable or --tau-sim."
             )
 
     def kept(self, prompt_len: int) -> Kept:
@@ -73,7 +73,7 @@ class HeteroCache(Policy[HeteroCacheConfig]):
 def load_profile(path: str | None, shape: ModelShape) -> HeadProfile:
     """The profile at `path`, or the shipped one of this architecture; PolicyError if it does not fit."""
     found = Path(path) if path else find_shipped(shape.fingerprint)
-    advice = f"run `kvplug profile MODEL --texts FILE` and pass {CONFIG_FLAG} '{{\"profile\": \"OUT.json\"}}'"
+    advice = f'run `kvplug profile MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"profile": "OUT.json"}}\''
     if found is None:
         raise PolicyError(f"heterocache has no shipped head profile for {shape.name or 'this model'}: {advice}.")
     try:

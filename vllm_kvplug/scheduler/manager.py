@@ -8,6 +8,7 @@ from typing import Any
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.scheduler.spec import HeadPageSpec
 
 
 class HeadPageManager(FullAttentionManager):
@@ -22,6 +23,7 @@ class HeadPageManager(FullAttentionManager):
 
     @property
     def plan(self) -> PagePlan:
+        assert isinstance(self.kv_cache_spec, HeadPageSpec)
         return self.kv_cache_spec.plan
 
     def prefill_end(self, request_id: str) -> int:

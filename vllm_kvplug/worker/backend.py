@@ -68,6 +68,7 @@ class HeadPageBuilder(AttentionMetadataBuilder):
         rows, tokens = meta.num_reqs, meta.num_actual_tokens
         if not self.runtime.in_step:
             return self.runtime.padding_step(rows, tokens)
+        assert meta.seq_lens_cpu_upper_bound is not None
         request_ids = compat.request_ids(self.runtime.runner, meta)
         return self.runtime.prepare(
             request_ids,

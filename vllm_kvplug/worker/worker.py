@@ -64,7 +64,9 @@ class PolicyWorkerMixin:
         specs = super().get_kv_cache_spec()  # type: ignore[misc]
         odd = [name for name, spec in specs.items() if not isinstance(spec, AttentionSpec)]
         if odd:
-            raise PolicyError(f"--kv-policy: layer {odd[0]} has no per-token KV cache; remove --kv-policy for this model")
+            raise PolicyError(
+                f"--kv-policy: layer {odd[0]} has no per-token KV cache; remove --kv-policy for this model"
+            )
         return {name: replace_as(spec, HeadPageSpec, policy=policy, shape=shape) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:

@@ -1,0 +1,130 @@
+"""Scores of context-intensive tasks under a policy, relative to full attention on the same examples.
+
+    python -m benchmarks.eval_tasks MODEL --tasks tasks.py --out FILE [--tokens 1024] [--examples 16]
+        [--run NAME=POLICY:JSON ...]
+
+tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
+answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
+bootstrap interval over examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import report
+from benchmarks.engine import engine
+
+RUNS = {
+    "heterocache_rho50": ("heterocache", {"rho": 0.5}),
+    "snapkv_50": ("snapkv", {"ratio": 0.5}),
+    "random_50": ("random", {"ratio": 0.5}),
+    "streaming_512": ("streaming", {"sinks": 4, "window": 508}),
+}
+
+
+def load_tasks(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location("eval_tasks_source", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def examples(tasks: Any, tokenizer: Any, model: str, tokens: int, count: int, seed: int) -> list[dict[str, Any]]:
+    """`count` examples of each task, with the chat-formatted prompt and a bound on the answer."""
+    counter = tasks.counter(model)
+    made = [tasks.make(task, tokens, seed, i, "eval", counter) for task in tasks.TASKS for i in range(count)]
+    for example in made:
+        example["ids"] = tokenizer.apply_chat_template(
+            example["prompt_messages"], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        example["max_tokens"] = int(len(tokenizer(example["answer"])["input_ids"]) * 1.25) + 16
+    return made
+
+
+def scores(llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]]) -> list[float]:
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": e["ids"]} for e in asked]
+    params = [SamplingParams(temperature=0, max_tokens=e["max_tokens"]) for e in asked]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [
+        tasks.score(e["task"], e["meta"], o.outputs[0].text, e["answer"]) for e, o in zip(asked, outputs, strict=True)
+    ]
+
+
+def relative(names: list[str], policy: list[float], full: list[float]) -> float:
+    """Mean over tasks of the ratio of mean scores; tasks that full attention fails are left out."""
+    ratios = []
+    for task in dict.fromkeys(names):
+        mine = fmean(s for n, s in zip(names, policy, strict=True) if n == task)
+        theirs = fmean(s for n, s in zip(names, full, strict=True) if n == task)
+        if theirs > 0:
+            ratios.append(mine / theirs)
+    return fmean(ratios)
+
+
+def interval(names: list[str], policy: list[float], full: list[float], draws: int = 2000) -> tuple[float, float]:
+    """95% paired bootstrap interval of `relative`, resampling the examples of each task."""
+    rng = random.Random(0)
+    by_task = {task: [i for i, n in enumerate(names) if n == task] for task in dict.fromkeys(names)}
+    found = []
+    for _ in range(draws):
+        drawn = [i for members in by_task.values() for i in rng.choices(members, k=len(members))]
+        found.append(relative([names[i] for i in drawn], [policy[i] for i in drawn], [full[i] for i in drawn]))
+    found.sort()
+    return found[int(0.025 * draws)], found[int(0.975 * draws)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tasks", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--examples", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=9001)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--run", nargs="*", default=[], help="NAME=POLICY:JSON, instead of the standard runs")
+    args = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    runs = dict(RUNS)
+    if args.run:
+        parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in args.run]
+        runs = {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
+    tasks, tokenizer = load_tasks(args.tasks), AutoTokenizer.from_pretrained(args.model)
+    asked = examples(tasks, tokenizer, args.model, args.tokens, args.examples, args.seed)
+    names = [e["task"] for e in asked]
+    common = {"dtype": args.dtype, "max_model_len": 2 * args.tokens, "max_num_seqs": 16, "enforce_eager": True}
+    common |= {"max_num_batched_tokens": max(2048, args.tokens), "gpu_memory_utilization": 0.3}
+    with engine(args.model, **common) as llm:
+        full = scores(llm, tasks, tokenizer, asked)
+    key = f"eval{args.tokens}"
+    metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
+    rows = [_row("full", names, full, asked)]
+    for name, (policy, knobs) in runs.items():
+        with engine(args.model, **common, kv_policy=policy, kv_policy_config=knobs) as llm:
+            found = scores(llm, tasks, tokenizer, asked)
+        low, high = interval(names, found, full)
+        metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
+        metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
+        rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs})
+        print(rows[-1], f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+    report.write(args.out, report.result(f"{key} {args.dtype}", metrics, rows))
+
+
+def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:
+    by_task = {t: round(fmean(s for n, s in zip(names, found, strict=True) if n == t), 4) for t in dict.fromkeys(names)}
+    return {"run": name, **by_task, "prompt_tokens": round(fmean(len(e["ids"]) for e in asked), 1)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""Real engines for tests: the tiny model under a policy, its cases, and a look at the state in every step."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks lie beside the tests and are not installed
+
+from benchmarks.engine import engine, runtime, scheduler  # noqa: E402
+
+VOCAB, LAYERS, KV_HEADS = 320, 3, 2
+TIE = 1e-5
+"""Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
+
+
+def token_ids(length: int, seed: int = 0) -> list[int]:
+    """A random prompt for the tiny model."""
+    generator = torch.Generator().manual_seed(1_000 * seed + length)
+    return torch.randint(VOCAB, (length,), generator=generator).tolist()
+
+
+# ---------------------------------------------------------------------------------------- cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy as the engine is told of it, and the same as a rule of the reference."""
+
+    name: str
+    policy: str
+    knobs: Mapping[str, Any]
+    rule: Rule
+    profile: Mapping[str, Any] | None = None
+
+    def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
+        """Keyword arguments of the engine. A head profile is written to `folder`."""
+        knobs = dict(self.knobs)
+        if self.profile is not None:
+            path = folder / f"{self.name}.json"
+            save_profile(model_dir, self.profile, path)
+            knobs["profile"] = str(path)
+        return {"kv_policy": self.policy, "kv_policy_config": knobs}
+
+
+def save_profile(model_dir: Path, profile: Mapping[str, Any], path: Path) -> None:
+    """Write a head profile for the tiny model; each layer has one pivot at most, which leads its satellites."""
+    from transformers import AutoConfig
+
+    from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, Provenance, kv_shape, model_fingerprint
+
+    config = AutoConfig.from_pretrained(model_dir)
+    layers, kv_heads, query_heads, head_dim = kv_shape(config)
+    clusters = []
+    for row in profile["roles"]:
+        satellites = tuple(h for h, role in enumerate(row) if role == "satellite")
+        clusters.append({h: satellites for h, role in enumerate(row) if role == "pivot"})
+    HeadProfile(
+        model=ProfiledModel(
+            name="tiny-llama",
+            fingerprint=model_fingerprint(config),
+            layers=layers,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_dim=head_dim,
+        ),
+        roles=profile["roles"],
+        weights=profile["weights"],
+        clusters=clusters,
+        provenance=Provenance(source="made by hand for a test", date="2026-01-01"),
+    ).save(path)
+
+
+TWO_PIVOTS = {
+    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "anchor"]],
+    "weights": [[-1.0, 0.37], [1.83, -1.0], [0.71, 1.09]],
+}
+VOLATILE = {  # at rho 0.7 the satellite of layer 1 earns more than the prompt and is clipped to it
+    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "volatile"]],
+    "weights": [[-1.0, 0.13], [2.6, -1.0], [0.27, -1.0]],
+}
+
+
+def streaming(window: int, sinks: int = 4) -> Case:
+    knobs = {"window": window, "sinks": sinks}
+    return Case(f"streaming-{window}", "streaming", knobs, Streaming(sinks=sinks, window=window))
+
+
+def snapkv(ratio: float) -> Case:
+    return Case(f"snapkv-{ratio}", "snapkv", {"ratio": ratio}, SnapKV(ratio=ratio))
+
+
+def random_keep(ratio: float, seed: int = 3) -> Case:
+    knobs = {"ratio": ratio, "seed": seed}
+    return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
+    rule = HeteroCache(dict(profile), rho=rho, window=window)
+    return Case(f"heterocache-{name}-{rho}", "heterocache", {"rho": rho, "window": window}, rule, profile)
+
+
+# ---------------------------------------------------------------------------------------- engines
+
+
+@contextmanager
+def tiny_engine(model_dir: Path, **arguments: Any) -> Iterator[Any]:
+    """An engine for the tiny model in float32, with prompt chunks of 256 tokens unless told otherwise."""
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 8,
+        "max_logprobs": -1,
+        "seed": 0,
+    }
+    with engine(str(model_dir), **{**settings, **arguments}) as llm:
+        try:
+            yield llm
+        finally:
+            # A caller's variable may keep `llm` until after the next engine has started; nothing of it may run then.
+            llm.llm_engine.engine_core.shutdown()
+
+
+@dataclass
+class Answer:
+    """What an engine made of a request. outputs: one per sample. logprobs: float32 [steps, vocab] if asked for all."""
+
+    request_id: str
+    outputs: list[Any] = field(default_factory=list)
+    prompt_logprobs: list[Any] | None = None
+    preemptions: int = 0
+    aborted: bool = False
+
+    @property
+    def tokens(self) -> list[int]:
+        return list(self.outputs[0].token_ids)
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        rows = self.outputs[0].logprobs
+        return torch.tensor([[row[token].logprob for token in range(VOCAB)] for row in rows])
+
+
+@dataclass
+class Ask:
+    """A request: when it comes, counted in steps, and when it is aborted."""
+
+    prompt: list[int]
+    tokens: int
+    arrives: int = 0
+    aborted: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def serve(llm: Any, asks: Sequence[Ask], after_step: Callable[[], None] | None = None) -> list[Answer]:
+    """Runs requests to their ends, step by step, and one step more so that the worker hears of the last ends."""
+    from vllm import SamplingParams
+
+    core, sched = llm.llm_engine, scheduler(llm)
+    answers: dict[int, Answer] = {}
+    by_id: dict[str, Answer] = {}
+    inner: dict[int, list[Any]] = {}
+    step = 0
+    while len(answers) < len(asks) or core.has_unfinished_requests():
+        for i, ask in enumerate(asks):
+            if ask.arrives <= step and i not in answers:
+                params = {"temperature": 0, "max_tokens": ask.tokens, "ignore_eos": True, "detokenize": False}
+                params = SamplingParams(**{**params, **ask.sampling})
+                known = set(sched.requests)
+                core.add_request(str(i), {"prompt_token_ids": ask.prompt}, params)
+                inner[i] = [sched.requests[r] for r in sched.requests.keys() - known]
+                answers[i] = by_id[str(i)] = Answer(inner[i][0].request_id)
+            if i in answers and ask.aborted == step and not answers[i].outputs:
+                answers[i].aborted = True
+                core.abort_request([str(i)])
+        for output in core.step():
+            if output.finished and not by_id[output.request_id].aborted:
+                by_id[output.request_id].outputs = output.outputs
+                by_id[output.request_id].prompt_logprobs = output.prompt_logprobs
+        if after_step is not None:
+            after_step()
+        step += 1
+        assert step < 20_000, "the engine makes no progress"
+    core.step()
+    for i, answer in answers.items():
+        answer.preemptions = sum(request.num_preemptions for request in inner[i])
+    return [answers[i] for i in range(len(asks))]
+
+
+def greedy(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy tokens of prompts that are submitted at once."""
+    return [answer.tokens for answer in serve(llm, [Ask(prompt, tokens) for prompt in prompts])]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A request after a step: its tokens so far, those that its prompt ends with, and what every head stores."""
+
+    length: int
+    prompt_end: int
+    kept: Positions
+
+
+class Watch:
+    """Looks at a policy engine's worker at the end of every step, while the requests of the step are live.
+
+    admitted: the ends of the prompts of each request, one more with every resumption. snapshots: of each
+    request, in order. pages: the page ids of every head at each of them, if asked for.
+    """
+
+    def __init__(self, llm: Any, snapshots: bool = True, integrity: bool = False, pages: bool = False):
+        from vllm_kvplug.placement.integrity import check_integrity, head_pages, kept_positions
+
+        self.runtime, self._manager = runtime(llm), scheduler(llm)._head_pages
+        self.steps = 0
+        self.clear()
+        begin_step, prepare, end_step = self.runtime.begin_step, self.runtime.prepare, self.runtime.end_step
+        lengths: dict[str, int] = {}
+
+        def watched_begin(lifecycle: Any) -> None:
+            lengths.clear()
+            for request_id, prompt_end in lifecycle.admitted.items():
+                self.admitted.setdefault(request_id, []).append(prompt_end)
+            begin_step(lifecycle)
+
+        def watched_prepare(request_ids: Sequence[str], starts: Any, ends: Sequence[int], *rest: Any) -> Any:
+            lengths.update(zip(request_ids, ends, strict=True))
+            return prepare(request_ids, starts, ends, *rest)
+
+        def watched_end() -> None:
+            end_step()
+            self.steps += 1
+            if integrity:
+                check_integrity(self.runtime.tables, self.rows())
+            for request_id, length in lengths.items():
+                live = self.runtime.live[request_id]
+                if snapshots:
+                    flat = kept_positions(self.runtime.tables, live.slot)
+                    kept = [flat[i : i + KV_HEADS] for i in range(0, len(flat), KV_HEADS)]
+                    self.snapshots.setdefault(request_id, []).append(Snapshot(length, live.prefill_end, kept))
+                if pages:
+                    heads = range(self.runtime.tables.sizes.heads)
+                    found = [head_pages(self.runtime.tables, live.slot, head) for head in heads]
+                    self.pages.setdefault(request_id, []).append(found)
+
+        self.runtime.begin_step = watched_begin
+        self.runtime.prepare = watched_prepare
+        self.runtime.end_step = watched_end
+
+    def clear(self) -> None:
+        self.admitted: dict[str, list[int]] = {}
+        self.snapshots: dict[str, list[Snapshot]] = {}
+        self.pages: dict[str, list[list[list[int]]]] = {}
+
+    def rows(self) -> dict[int, list[int]]:
+        """Block ids of each live slot as the scheduler has them, 0 for those given back."""
+        blocks = self._manager.req_to_blocks
+        return {live.slot: [b.block_id for b in blocks[name]] for name, live in self.runtime.live.items()}
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class Pinned(Rule):
+    """Keeps given tokens of the prompt: those an engine chose where scores tie."""
+
+    kept: Positions
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> list[list[int]]:
+        return [[len(head) for head in layer] for layer in self.kept]
+
+    def scores(self, index: int, layer: Any) -> torch.Tensor:
+        result = torch.zeros(layer.keep.shape)
+        for head, positions in enumerate(self.kept[index]):
+            result[head, positions] = 1
+        return result
+
+
+def equal_up_to_ties(kept: Positions, replay: Replay) -> bool:
+    """Asserts that an engine kept the reference's tokens of a prompt. False if some differ whose scores tie."""
+    exact = True
+    for layer, rows in enumerate(replay.kept_after_prompt):
+        for head, row in enumerate(rows):
+            ours, theirs = set(kept[layer][head]), set(row)
+            if ours == theirs:
+                continue
+            place = f"layer {layer} head {head}"
+            assert len(ours) == len(theirs), f"{place}: {len(ours)} tokens kept, the reference keeps {len(theirs)}"
+            assert replay.scores, f"{place}: kept {sorted(ours - theirs)}, the reference {sorted(theirs - ours)}"
+            scores = replay.scores[layer][head]
+            swapped = scores[sorted(ours ^ theirs)]
+            spread = float(swapped.max() - swapped.min())
+            assert spread <= TIE * float(swapped.abs().max()), (
+                f"{place}: kept {sorted(ours - theirs)}, the reference {sorted(theirs - ours)}, scores {swapped}"
+            )
+            exact = False
+    return exact
+
+
+def expected_later(rule: Rule, after_prompt: Positions, snapshot: Snapshot) -> Positions:
+    """What heads must store at a snapshot, given what they kept when the prompt was complete."""
+    if isinstance(rule, Streaming):
+        length = snapshot.length
+        one = [t for t in range(length) if t < rule.sinks or t >= length - rule.window]
+        return [[one] * KV_HEADS] * LAYERS
+    if snapshot.length < snapshot.prompt_end:
+        return [[list(range(snapshot.length))] * KV_HEADS] * LAYERS
+    new = list(range(snapshot.prompt_end, snapshot.length))
+    return [[head + new for head in layer] for layer in after_prompt]
+
+
+def check_kept(rule: Rule, replay: Replay, snapshots: Sequence[Snapshot]) -> Positions:
+    """Asserts that a request stored the reference's tokens in every step. Returns what it kept of its prompt."""
+    assert snapshots, "nothing was seen of the request"
+    prompt_end = snapshots[-1].prompt_end
+    snapshots = [s for s in snapshots if s.prompt_end == prompt_end]
+    (complete,) = [s for s in snapshots if s.length == prompt_end]
+    exact = equal_up_to_ties(complete.kept, replay)
+    for snapshot in snapshots:
+        expected = expected_later(rule, complete.kept, snapshot)
+        assert snapshot.kept == expected, f"at {snapshot.length} tokens of a prompt of {prompt_end}"
+    if exact:
+        assert snapshots[-1].kept == replay.kept_at_end
+    return complete.kept
+
+
+def check_logprobs(answer: Answer, replay: Replay) -> None:
+    """Asserts that an engine's distribution at every step is the reference's, and its greedy tokens too."""
+    expected = replay.logits.log_softmax(-1)
+    error = (answer.logprobs - expected).abs()
+    steps = (error.amax(1) > 1e-5).nonzero().flatten().tolist()
+    assert not steps, f"log-probabilities are off by {error.max():.2e} in steps {steps} of {len(error)}"
+    assert answer.tokens == replay.tokens
+
+
+def check_segments(
+    reference: Reference, rule: Rule, prompt: list[int], tokens: list[int], ends: Sequence[int]
+) -> None:
+    """Asserts greedy `tokens` of a request that was computed anew, as one prompt, at each of `ends`."""
+    starts = sorted({end - len(prompt) for end in ends})
+    assert starts[0] == 0
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        if stop > start:
+            replay = reference.replay(prompt + tokens[:start], rule, stop - start)
+            assert tokens[start:stop] == replay.tokens, f"tokens {start} to {stop} of prompt {len(prompt)}"
+
+
+def numbers(seed: int) -> random.Random:
+    return random.Random(seed)
