@@ -272,7 +272,7 @@ class Lifecycles(RuleBasedStateMachine):
                 continue
             if not world.allocate(request, count):
                 world.end(request)  # preempted
-            elif request.decoding or (count == 1 and data.draw(st.booleans(), "in a decode row")):
+            elif self.only_decodes(request) or (count == 1 and data.draw(st.booleans(), "in a decode row")):
                 singles.append(request)
             else:
                 chunks.append((request, count))
@@ -281,6 +281,9 @@ class Lifecycles(RuleBasedStateMachine):
             world.run_decodes(singles, lambda: [data.draw(st.booleans()) for _ in range(world.heads)])
         for request, count in chunks:
             world.run_chunk(request, count)
+
+    def only_decodes(self, request: Request) -> bool:
+        return request.decoding
 
     def chunk(self, request: Request) -> st.SearchStrategy[int]:
         left = request.end - request.tokens
@@ -332,16 +335,20 @@ class ShrinkLifecycles(Lifecycles):
 
 
 class PromoteLifecycles(Lifecycles):
+    """Promotion works token by token: what a full ring takes goes through decode rows."""
+
     kind = "promote"
 
+    def only_decodes(self, request: Request) -> bool:
+        return request.decoding or request.tokens >= self.world.ring_tokens
+
     def chunk(self, request: Request) -> st.SearchStrategy[int]:
-        """Promotion works token by token: what a full ring takes goes through decode rows."""
-        room = self.world.ring_tokens - request.tokens
-        return super().chunk(request).map(lambda count: min(count, room) if room > 0 else 1)
+        room = max(self.world.ring_tokens - request.tokens, 1)
+        return super().chunk(request).map(lambda count: min(count, room))
 
 
 _SETTINGS = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 for _machine in (Lifecycles, RingLifecycles, ShrinkLifecycles, PromoteLifecycles):
     _machine.TestCase.settings = _SETTINGS
