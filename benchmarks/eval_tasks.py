@@ -117,12 +117,13 @@ def main() -> None:
         metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
         metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
         rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs})
-        print(rows[-1], f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+        print(name, f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
     report.write(args.out, report.result(f"{key} {args.dtype}", metrics, rows))
 
 
 def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:
     by_task = {t: round(fmean(s for n, s in zip(names, found, strict=True) if n == t), 4) for t in dict.fromkeys(names)}
+    by_task["scores"] = [round(s, 4) for s in found]
     return {"run": name, **by_task, "prompt_tokens": round(fmean(len(e["ids"]) for e in asked), 1)}
 
 

@@ -1,10 +1,11 @@
 """First runs on a GPU: stock vLLM's tokens under a policy that keeps everything, and eager = captured graphs.
 
-    python -m benchmarks.gpu_smoke MODEL --out FILE [--dtype bfloat16]
+    python -m benchmarks.gpu_smoke MODEL --tasks tasks.py --out FILE
 
-Greedy tokens of two bf16 attention kernels may part where two logits tie within rounding, so each row also
-gives stock's margin (difference of the two best log-probabilities) at the first token that differs, and how
-often stock differs from itself between eager mode and graphs.
+Two sets of prompts. `tasks`: answers the model is sure of, where a differing token is an error. `open text`:
+continuations of source code, where two bf16 logits often tie exactly, so that any two attention kernels part
+somewhere; stock vLLM against itself (graphs against eager mode) is the control, and each row gives stock's margin
+at the first token that differs. In float32 both sets must agree.
 """
 
 from __future__ import annotations
@@ -16,79 +17,108 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.engine import engine
-from benchmarks.parity import GRAPHS, NEW_TOKENS, mismatches, prompts
+from benchmarks.eval_tasks import examples, load_tasks
+from benchmarks.parity import GRAPHS, prompts
 
 MODES = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("streaming, window over context", {"kv_policy": "streaming", "kv_policy_config": {"window": 4096}}),
-    ("snapkv, everything kept", {"kv_policy": "snapkv", "kv_policy_config": {"ratio": 1.0}}),
-    ("streaming, window 128", {"kv_policy": "streaming", "kv_policy_config": {"window": 128}}),
-    ("snapkv, half kept", {"kv_policy": "snapkv"}),
-    ("heterocache, half kept", {"kv_policy": "heterocache"}),
+WHOLE = [
+    ("streaming", {"window": 4096}),
+    ("snapkv", {"ratio": 1.0}),
+    ("heterocache", {"rho": 1.0}),
 ]
+COMPRESSED = [("streaming", {"window": 128}), ("snapkv", {"ratio": 0.5}), ("heterocache", {"rho": 0.5})]
+Generated = dict[str, list[tuple[list[int], list[float]]]]
 
 
-def generate(llm: Any, asked: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-    """Greedy tokens, and at each the margin between the two best log-probabilities."""
+def generate(llm: Any, sets: dict[str, list[tuple[list[int], int]]]) -> Generated:
+    """For each prompt the greedy tokens, and at each token the margin between the two best log-probabilities."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
-    outputs = [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in asked], params, use_tqdm=False)]
-    tokens = [list(o.token_ids) for o in outputs]
-    best = [[sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in o.logprobs] for o in outputs]
-    return tokens, [[a - b for a, b in steps] for steps in best]
+    asked = [item for items in sets.values() for item in items]
+    params = [SamplingParams(temperature=0, max_tokens=n, detokenize=False, logprobs=2) for _, n in asked]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asked], params, use_tqdm=False)
+    found = iter(o.outputs[0] for o in outputs)
+    return {name: [(list(o.token_ids), _margins(o)) for o, _ in zip(found, items)] for name, items in sets.items()}
 
 
-def margins_at_divergence(tokens: Any, stock: Any, margins: Any) -> list[float]:
-    """Stock's margin at the first differing token of each prompt that differs."""
-    found = []
-    for mine, theirs, gaps in zip(tokens, stock, margins, strict=True):
-        first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-        if first is not None:
-            found.append(round(gaps[first], 4))
-    return found
+def _margins(output: Any) -> list[float]:
+    best = [sorted((x.logprob for x in step.values()), reverse=True)[:2] for step in output.logprobs]
+    return [round(pair[0] - pair[1], 4) for pair in best]
+
+
+def compare(mine: Generated, theirs: Generated) -> dict[str, Any]:
+    """Differing tokens of each prompt set, and the other's margin at each prompt's first difference."""
+    row: dict[str, Any] = {}
+    for name, pairs in mine.items():
+        wrong, margins = 0, []
+        for (tokens, _), (other, gaps) in zip(pairs, theirs[name], strict=True):
+            first = next((i for i, (a, b) in enumerate(zip(tokens, other)) if a != b), None)  # noqa: B905
+            if first is None and len(tokens) == len(other):
+                continue
+            first = min(len(tokens), len(other)) if first is None else first
+            wrong += max(len(tokens), len(other)) - first - sum(a == b for a, b in zip(tokens[first:], other[first:]))  # noqa: B905
+            margins.append(gaps[min(first, len(gaps) - 1)])
+        row |= {f"{name}: mismatched tokens": wrong, f"{name}: margins": margins}
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
+    parser.add_argument("--tasks", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args()
-    asked = prompts(args.model)
-    common = {"dtype": args.dtype, "max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-    common["gpu_memory_utilization"] = 0.3
+    from transformers import AutoTokenizer
+
+    made = examples(load_tasks(args.tasks), AutoTokenizer.from_pretrained(args.model), args.model, 1024, 3, 7)
+    sets = {
+        "tasks": [(e["ids"], e["max_tokens"]) for e in made],
+        "open text": [(ids, 32) for ids in prompts(args.model)],
+    }
+    common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.3}
     rows: list[dict[str, Any]] = []
     metrics: dict[str, float] = {}
-    stock: dict[str, Any] = {}
-    seen: dict[str, Any] = {}
-    for mode, arguments in MODES.items():
-        with engine(args.model, **common, **arguments) as llm:
-            stock[mode] = generate(llm, asked)
-        for name, policy in CASES:
-            try:
-                with engine(args.model, **common, **arguments, **policy) as llm:
-                    tokens, _ = generate(llm, asked)
-            except Exception:  # a broken case must not hide the others' results
-                traceback.print_exc()
-                rows.append({"mode": mode, "case": name, "error": traceback.format_exc()[-400:]})
-                continue
-            row = {"mode": mode, "case": name, "tokens": sum(map(len, tokens))}
-            if "128" not in name and "half" not in name:
-                row["mismatched_tokens"] = mismatches(tokens, stock[mode][0])
-                row["margins"] = margins_at_divergence(tokens, *stock[mode])
-                if name.startswith("streaming"):
-                    metrics[f"gpu_smoke.{mode}_mismatched_tokens"] = row["mismatched_tokens"]
-            if name in seen:
-                row["differs_from_eager"] = mismatches(tokens, seen[name])
-            seen.setdefault(name, tokens)
-            rows.append(row)
-            print(row, flush=True)
-    own = mismatches(stock["graph"][0], stock["eager"][0])
-    metrics["gpu_smoke.stock_graph_against_stock_eager"] = own
-    metrics["gpu_smoke.tokens"] = sum(map(len, stock["eager"][0]))
+    first: dict[str, Generated] = {}
+    for dtype, cases in (("bfloat16", WHOLE + COMPRESSED), ("float32", WHOLE[:1])):
+        for mode, arguments in MODES.items():
+            for policy, knobs in [(None, None), *cases]:
+                name = f"{policy} {knobs}" if policy else "stock"
+                row: dict[str, Any] = {"dtype": dtype, "mode": mode, "case": name}
+                chosen = {"kv_policy": policy, "kv_policy_config": knobs} if policy else {}
+                try:
+                    with engine(args.model, dtype=dtype, **common, **arguments, **chosen) as llm:
+                        tokens = generate(llm, sets)
+                except Exception:  # one broken case must not hide the results of the others
+                    row["error"] = traceback.format_exc()[-300:]
+                    rows.append(row)
+                    print(row, flush=True)
+                    continue
+                first.setdefault(f"{dtype} {name}", tokens)
+                if mode == "graph":
+                    row["against eager"] = compare(tokens, first[f"{dtype} {name}"])
+                if policy is None:
+                    stock = tokens
+                elif (policy, knobs) in WHOLE:
+                    row["against stock"] = compare(tokens, stock)
+                rows.append(row)
+                print(row, flush=True)
+                _count(metrics, row, policy, dtype, mode)
+        metrics[f"gpu_smoke.tokens_{dtype}"] = sum(len(t) for items in stock.values() for t, _ in items)
     print(metrics)
-    report.write(args.out, report.result(f"gpu_smoke {args.dtype}", metrics, rows))
+    report.write(args.out, report.result("gpu_smoke", metrics, rows))
+
+
+def _count(metrics: dict[str, float], row: dict[str, Any], policy: str | None, dtype: str, mode: str) -> None:
+    """The headline numbers: streaming against stock on the tasks; everything else under longer names."""
+    against = row.get("against stock")
+    if against and policy == "streaming":
+        short = f"gpu_smoke.{mode}_mismatched_tokens" if dtype == "bfloat16" else f"gpu_smoke.{mode}_float32_mismatched"
+        metrics[short] = against["tasks: mismatched tokens"]
+        metrics[f"{short}_open_text"] = against["open text: mismatched tokens"]
+    if policy is None and mode == "graph":
+        metrics[f"gpu_smoke.stock_graph_against_eager_{dtype}"] = sum(
+            v for k, v in row["against eager"].items() if k.endswith("tokens")
+        )
 
 
 if __name__ == "__main__":

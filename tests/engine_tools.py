@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,11 @@ from benchmarks.engine import engine, runtime, scheduler  # noqa: E402
 VOCAB, LAYERS, KV_HEADS = 320, 3, 2
 TIE = 1e-5
 """Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
+
+ROUNDING = 5e-5
+"""Largest difference of log-probabilities that float32 explains. On the tiny model, whose weights are large,
+stock vLLM and Hugging Face are each up to 2.4e-5 away from float64; one token too many in one head changes
+log-probabilities by about 1e-2."""
 
 
 def token_ids(length: int, seed: int = 0) -> list[int]:
@@ -340,7 +344,7 @@ def check_logprobs(answer: Answer, replay: Replay) -> None:
     """Asserts that an engine's distribution at every step is the reference's, and its greedy tokens too."""
     expected = replay.logits.log_softmax(-1)
     error = (answer.logprobs - expected).abs()
-    steps = (error.amax(1) > 1e-5).nonzero().flatten().tolist()
+    steps = (error.amax(1) > ROUNDING).nonzero().flatten().tolist()
     assert not steps, f"log-probabilities are off by {error.max():.2e} in steps {steps} of {len(error)}"
     assert answer.tokens == replay.tokens
 
@@ -355,7 +359,3 @@ def check_segments(
         if stop > start:
             replay = reference.replay(prompt + tokens[:start], rule, stop - start)
             assert tokens[start:stop] == replay.tokens, f"tokens {start} to {stop} of prompt {len(prompt)}"
-
-
-def numbers(seed: int) -> random.Random:
-    return random.Random(seed)

@@ -27,7 +27,7 @@ STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
 CASES = [streaming(4000), snapkv(1), random_keep(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
 CROWD = [token_ids(460, seed) for seed in range(8)]
-CROWD_STEPS = 60  # 8 x 33 blocks at the end: more than the pool
+CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool
 
 
 @dataclass

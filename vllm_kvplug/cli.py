@@ -7,6 +7,8 @@ import importlib.metadata
 import sys
 from typing import Any
 
+from vllm_kvplug.errors import PolicyError
+
 
 def serve() -> None:
     """`vllm ARGS`, also where the installed wheel has no distribution named vllm (the CPU wheel has not).
@@ -29,7 +31,10 @@ def serve() -> None:
     importlib.metadata.version = version
     from vllm.entrypoints.cli.main import main as vllm_main
 
-    vllm_main()
+    try:
+        vllm_main()
+    except PolicyError as error:
+        sys.exit(f"kvplug: {error}")
 
 
 def policies(args: argparse.Namespace) -> None:
@@ -38,9 +43,14 @@ def policies(args: argparse.Namespace) -> None:
 
     from vllm_kvplug.policies.registry import policy_class, policy_names
 
-    classes = {name: policy_class(name) for name in policy_names() if args.name in (None, name)}
-    if not classes:
-        policy_class(args.name)
+    classes = {}
+    for name in [args.name] if args.name else policy_names():
+        try:
+            classes[name] = policy_class(name)
+        except PolicyError as error:
+            if args.name:
+                raise
+            print(f"kvplug: {error}", file=sys.stderr)  # one broken third-party policy hides no other
     if args.json:
         print(json.dumps({name: cls.Config.model_json_schema() for name, cls in classes.items()}, indent=2))
         return
@@ -63,7 +73,6 @@ def main() -> None:
         sys.argv[0] = "vllm"
         return serve()
     from vllm_kvplug.calibrate import command as profile
-    from vllm_kvplug.errors import PolicyError
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

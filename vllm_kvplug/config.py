@@ -5,6 +5,7 @@ Errors name the flag to change. The knobs every policy shares are here; its own 
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from typing import Annotated, Any
 
@@ -73,6 +74,19 @@ class BudgetConfig(PolicyConfig):
     def model_post_init(self, _context: Any) -> None:
         if self.ratio is not None and self.budget_tokens is not None:
             raise ValueError("give ratio or budget_tokens, not both")
+
+
+def read_knobs(value: Any) -> dict[str, Any]:
+    """The value of `--kv-policy-config`, a dict or its JSON, as a dict. Which policy it is for is not a knob."""
+    try:
+        knobs = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise PolicyError(f"{CONFIG_FLAG} is not JSON: {error}") from None
+    if not isinstance(knobs, dict) or not all(isinstance(knob, str) for knob in knobs):
+        raise PolicyError(f"{CONFIG_FLAG} must be a JSON object of knobs, got {value!r}")
+    if "name" in knobs:
+        raise PolicyError(f"{CONFIG_FLAG} cannot hold 'name': the policy's name is the value of {FLAG}")
+    return dict(knobs)
 
 
 def parse_knobs(config_class: type[PolicyConfig], name: str, knobs: dict[str, Any]) -> PolicyConfig:

@@ -30,13 +30,13 @@ def _refusals(config: Any) -> list[tuple[Any, str, str]]:
         (model.is_multimodal_model, "multimodal models", drop),
         (cache.enable_prefix_caching, "prefix caching", "remove --enable-prefix-caching"),
         (
-            cache.cache_dtype not in ("auto", "float16", "bfloat16"),
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),  # pages are not cast
             f"--kv-cache-dtype {cache.cache_dtype}",
             "remove it",
         ),
         (config.speculative_config, "speculative decoding", "remove --speculative-config"),
         (config.lora_config, "LoRA adapters", "remove --enable-lora"),
-        (config.kv_transfer_config, "KV connectors", "remove --kv-transfer-config"),
+        (config.kv_transfer_config, "KV connectors", "remove --kv-transfer-config and --kv-offloading-size"),
         (model.enable_sleep_mode, "sleep mode", "remove --enable-sleep-mode"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
         (parallel.data_parallel_size > 1, "data parallelism", "use --data-parallel-size 1 and several servers"),

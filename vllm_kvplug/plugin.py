@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
-import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from vllm_kvplug import compat
-from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG, FLAG, parse_knobs, split_request
+from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG, FLAG, parse_knobs, read_knobs, split_request
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.features import check_config
 from vllm_kvplug.policies.registry import make_policy, policy_class
@@ -165,21 +166,32 @@ def _add_flags(parser: Any) -> None:
         FLAG, default=None, metavar="NAME", help="KV-cache policy; `kvplug policies` lists them with their knobs."
     )
     group.add_argument(
-        CONFIG_FLAG, default=None, type=json.loads, metavar="JSON", help="Knobs of the policy, as a JSON object."
+        CONFIG_FLAG, default=None, type=_knobs_flag, metavar="JSON", help="Knobs of the policy, as a JSON object."
     )
+
+
+def _knobs_flag(text: str) -> dict[str, Any]:
+    try:
+        return read_knobs(text)
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def lower(engine_args: Any) -> bool:
     """Turn the policy arguments into stock fields, once, in the front end. False if there is no policy."""
-    additional = dict(engine_args.additional_config or {})
+    # vLLM also allows an object that can only be hashed; it cannot hold our key.
+    given = engine_args.additional_config
+    additional = dict(given) if isinstance(given, Mapping) else {}
     name, knobs = getattr(engine_args, "kv_policy", None), getattr(engine_args, "kv_policy_config", None)
     if name is None and knobs is not None:
         raise PolicyError(f"{CONFIG_FLAG} needs {FLAG}")
     if name is not None:
-        if ADDITIONAL_KEY in additional:
+        request = {"name": name, **read_knobs({} if knobs is None else knobs)}
+        if additional.get(ADDITIONAL_KEY, request) != request:  # the same where these arguments were lowered before
             raise PolicyError(f"give the policy once: {FLAG}, or additional_config['{ADDITIONAL_KEY}']")
-        knobs = json.loads(knobs) if isinstance(knobs, str) else dict(knobs or {})
-        additional[ADDITIONAL_KEY] = {"name": name, **knobs}
+        if given and not additional:
+            raise PolicyError(f"{FLAG} needs a dict as additional_config, not a {type(given).__name__}")
+        additional[ADDITIONAL_KEY] = request
     if ADDITIONAL_KEY not in additional:
         return False
     import vllm

@@ -253,9 +253,7 @@ def folder(model, tmp_path_factory):
 def test_command_writes_a_profile_and_a_picture(model, folder, tmp_path, capsys):
     words = " ".join(f"w{i % VOCAB}" for i in range(0, 300, 7))
     (tmp_path / "plain.txt").write_text(words)
-    (tmp_path / "lines.jsonl").write_text(
-        "".join(json.dumps({"text": f"{words} w{i}"}) + "\n" for i in (1, 2))
-    )
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": f"{words} w{i}"}) + "\n" for i in (1, 2)))
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     files = [str(tmp_path / "plain.txt"), str(tmp_path / "lines.jsonl")]

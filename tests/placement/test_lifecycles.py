@@ -347,9 +347,7 @@ class PromoteLifecycles(Lifecycles):
         return super().chunk(request).map(lambda count: min(count, room))
 
 
-_SETTINGS = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+_SETTINGS = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 for _machine in (Lifecycles, RingLifecycles, ShrinkLifecycles, PromoteLifecycles):
     _machine.TestCase.settings = _SETTINGS
 

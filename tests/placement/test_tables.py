@@ -223,7 +223,8 @@ def test_padding_rows_change_nothing(ring: int):
     for position in (-1, 0, 16, 33):
         found = tables.append(slots, rows, torch.full((3,), position), 0, ring)
         assert (found == -1).all()
-        source, target = tables.promote(slots, rows, torch.zeros(3, dtype=torch.int64), torch.ones(3, 2, dtype=torch.bool))
+        keep = torch.ones(3, 2, dtype=torch.bool)
+        source, target = tables.promote(slots, rows, torch.full((3,), position), keep)
         assert (source == -1).all() and (target == -1).all()
     assert_same(before, snapshot(tables))
     assert not tables.lengths[-1].any() and int(tables._taken[-1]) == 0
@@ -250,7 +251,9 @@ def test_a_position_of_minus_one_is_nowhere():
 # ------------------------------------------------------------------------------------------- promoting
 
 
-def promote_and_append(tables: PageTables, pool: PagePool, row: torch.Tensor, position: int, ring: Ring, keep: list[bool]):
+def promote_and_append(
+    tables: PageTables, pool: PagePool, row: torch.Tensor, position: int, ring: Ring, keep: list[bool]
+) -> None:
     """One decode step of a full ring, as a policy with lazy promotion would run it."""
     victim = ring.sinks + (position - ring.sinks) % ring.window
     source, target = tables.promote(torch.tensor([0]), row, torch.tensor([victim]), torch.tensor([keep]))
@@ -308,7 +311,9 @@ def test_promotion_over_a_chunk_border():
 # ----------------------------------------------------------------------------- compacting and shrinking
 
 
-def compact_and_shrink(tables: PageTables, pool: PagePool, slot: int, chosen: list[list[int]], before: int, after: int):
+def compact_and_shrink(
+    tables: PageTables, pool: PagePool, slot: int, chosen: list[list[int]], before: int, after: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The end of a prompt: every head's `chosen` positions to its front, then pages into fewer blocks."""
     for head, keep in enumerate(chosen):
         stored = tables.locate(torch.tensor(slot), torch.tensor(head), torch.arange(int(tables.lengths[slot, head])))
@@ -378,7 +383,7 @@ def test_shrink(kept: list[int], prompt: int):
 
 def test_shrink_releases_chunks():
     """Heads of 70 pages: one keeps both of its chunks, one its first; the other chunk is free again."""
-    prompt, kept = 70 * PAGE, [70 * PAGE - 3, 1]
+    prompt = 70 * PAGE
     blocks = list(range(1, 71))
     tables = make_tables(heads=2)
     pool = make_pool(tables)

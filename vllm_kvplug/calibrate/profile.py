@@ -26,14 +26,10 @@ class ProfileSettings(_Frozen):
     """Knobs of a profiling run (HeteroCache, App. B.1). Thresholds are overlaps in [0, 1]."""
 
     length: int = Field(default=2048, ge=1, description="prompt tokens taken from each text")
-    steps: int = Field(
-        default=100, ge=1, description="greedy decode steps, fewer if the model ends its answer"
-    )
+    steps: int = Field(default=100, ge=1, description="greedy decode steps, fewer if the model ends its answer")
     top_fraction: float = Field(default=0.2, gt=0, le=1, description="size of the active set / prompt length")
     kernel: int = Field(default=5, ge=1, description="width of the average pool over positions, odd")
-    tau_stable: float = Field(
-        default=0.5, ge=0, le=1, description="an unclustered head this stable is an anchor"
-    )
+    tau_stable: float = Field(default=0.5, ge=0, le=1, description="an unclustered head this stable is an anchor")
     tau_sim: float = Field(default=0.5, ge=0, le=1, description="two heads this similar are neighbours")
 
     @model_validator(mode="after")

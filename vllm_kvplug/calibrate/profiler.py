@@ -163,9 +163,7 @@ def cluster_heads(similarity: Tensor, tau_sim: float) -> dict[int, tuple[int, ..
     return clusters
 
 
-def layer_roles(
-    clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float
-) -> tuple[Role, ...]:
+def layer_roles(clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float) -> tuple[Role, ...]:
     """Clustered heads are pivots and satellites; of the rest, stability [H] parts anchors from volatile."""
     satellites = {head for members in clusters.values() for head in members}
 

@@ -214,6 +214,7 @@ class PageTables:
         if len(holes) < len(movers):
             raise RuntimeError(f"page plan too small: {len(movers)} pages to move, {len(holes)} free in {after} blocks")
         source, target = self._entries(slot, movers), self._entries(slot, holes)
+        self.positions[target[: len(movers)]] = self.positions[source]
         device = self.lengths.device
         if movers:
             head, entry = torch.tensor(movers).to(device, non_blocking=True).unbind(1)

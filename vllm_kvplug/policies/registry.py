@@ -38,7 +38,10 @@ def policy_class(name: str) -> type[Policy[Any]]:
         module, attribute = BUILT_IN[name].split(":")
         return getattr(importlib.import_module(module), attribute)
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        found = entry.load()
+        try:
+            found = entry.load()
+        except Exception as error:  # whatever a stranger's module raises while it is imported
+            raise PolicyError(f"{FLAG} {name}: cannot load entry point {entry.value}: {error!r}") from error
         if not (isinstance(found, type) and issubclass(found, Policy)):
             raise PolicyError(f"{FLAG} {name}: entry point {entry.value} is not a Policy class")
         return found

@@ -102,8 +102,11 @@ class PolicyWorkerMixin:
         return result
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        lifecycle = getattr(scheduler_output, ATTRIBUTE, None)
+        if lifecycle is None:  # vLLM's warm-up makes up batches of its own: padding rows to us
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
         with torch.inference_mode():
-            self.runtime.begin_step(getattr(scheduler_output, ATTRIBUTE))
+            self.runtime.begin_step(lifecycle)
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             self.runtime.end_step()
         return output

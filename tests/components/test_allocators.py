@@ -1,0 +1,122 @@
+"""Budgets over heads, and the choice of tokens within a budget."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import share_out
+
+from vllm_kvplug.components.allocators import top_tokens, water_fill
+
+WEIGHTS = st.lists(st.one_of(st.floats(0, 4), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize(
+    "total, weights, low, high, expected",
+    [
+        (10, [1, 1], 0, 10, [5, 5]),
+        (10, [3, 1], 0, 10, [8, 2]),  # 7.5 and 2.5: equal remainders, the earlier head gets the token
+        (10, [1, 3], 0, 10, [3, 7]),
+        (11, [1, 1, 1], 0, 11, [4, 4, 3]),
+        (12, [4, 1, 1], 0, 5, [5, 4, 3]),  # what the cap cuts off goes to the others
+        (12, [8, 2, 1], 0, 5, [5, 5, 2]),  # and may push the next one over it
+        (12, [10, 1, 1], 3, 12, [6, 3, 3]),  # what the floor adds comes from the others
+        (30, [10, 1, 1], 4, 20, [20, 5, 5]),
+        (10, [0.0, 0.0], 0, 10, [5, 5]),
+        (11, [0.0, 0.0, 0.0], 0, 11, [4, 4, 3]),
+        (10, [1.0, 0.0], 0, 10, [10, 0]),
+        (10, [1.0, 0.0, 0.0], 0, 4, [4, 3, 3]),
+        (3, [1, 1], 5, 10, [5, 5]),  # less than the floors
+        (99, [1, 9], 0, 10, [10, 10]),  # more than the caps
+        (-5, [1, 1], 0, 10, [0, 0]),
+        (7, [], 0, 10, []),
+        (6, [0.1, 0.1, 0.1], 0, 9, [2, 2, 2]),
+    ],
+)
+def test_water_fill_by_hand(total: int, weights: list[float], low: int, high: int, expected: list[int]):
+    assert water_fill(total, weights, low, high) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(WEIGHTS, st.integers(0, 20), st.integers(0, 200), st.floats(-0.2, 1.2))
+def test_water_fill_properties(weights: list[float], low: int, room: int, fraction: float):
+    count, high = len(weights), low + room
+    total = int(count * low + fraction * count * room)
+    result = water_fill(total, weights, low, high)
+    assert sum(result) == min(max(total, count * low), count * high)
+    assert all(low <= tokens <= high for tokens in result)
+    # More weight, no fewer tokens; for the same weight the earlier head gets the odd token.
+    for i in range(count):
+        for j in range(count):
+            if weights[i] > weights[j]:
+                assert result[i] >= result[j]
+            if weights[i] == weights[j] and i < j:
+                assert result[j] <= result[i] <= result[j] + 1
+
+
+@settings(deadline=None, max_examples=150)
+@given(WEIGHTS, st.integers(0, 8), st.integers(1, 60), st.floats(0, 1))
+def test_water_fill_is_proportional_between_the_bounds(weights: list[float], low: int, room: int, fraction: float):
+    """Heads strictly inside the bounds get the same tokens per weight, to within the rounding of one token."""
+    high = low + room
+    result = water_fill(int(len(weights) * (low + fraction * room)), weights, low, high)
+    inside = [(w, tokens) for w, tokens in zip(weights, result, strict=True) if low + 1 < tokens < high - 1]
+    if any(w <= 0 for w, _ in inside):
+        return  # weightless heads share evenly what others cannot take
+    if inside:
+        least = max((tokens - 1) / w for w, tokens in inside)
+        most = min((tokens + 1) / w for w, tokens in inside)
+        assert least <= most * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=150)
+@given(WEIGHTS, st.integers(0, 20), st.integers(0, 200), st.floats(-0.2, 1.2))
+def test_water_fill_is_the_reference(weights: list[float], low: int, room: int, fraction: float):
+    """The reference finds the common scale by its bends, this by settling one bound after the other."""
+    total = int(len(weights) * (low + fraction * room))
+    assert water_fill(total, weights, low, low + room) == share_out(total, weights, low, low + room)
+
+
+@settings(deadline=None, max_examples=60)
+@given(WEIGHTS, st.integers(1, 100))
+def test_more_budget_takes_nothing_away(weights: list[float], high: int):
+    """A head loses at most the odd token, to rounding, when there is more to share."""
+    before = water_fill(0, weights, 0, high)
+    for total in range(1, len(weights) * high + 1, max(high // 4, 1)):
+        after = water_fill(total, weights, 0, high)
+        assert all(b >= a - 1 for a, b in zip(before, after, strict=True))
+        before = after
+
+
+# ----------------------------------------------------------------------------------------------- top_tokens
+
+
+def test_top_tokens_are_in_order_of_position():
+    scores = torch.tensor([[0.1, 0.9, 0.5, 0.7], [4.0, 3.0, 2.0, 1.0]])
+    chosen = top_tokens(scores, [3, 2])
+    assert [c.tolist() for c in chosen] == [[1, 2, 3], [0, 1]]
+    assert all(c.dtype == torch.int64 for c in chosen)
+
+
+def test_ties_go_to_the_earlier_token():
+    scores = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [7.0] * 5])
+    assert [c.tolist() for c in top_tokens(scores, [2, 3])] == [[1, 2], [0, 1, 2]]
+
+
+def test_infinite_scores_come_first():
+    inf = torch.inf
+    scores = torch.tensor([[5.0, inf, 6.0, inf, -inf, inf]])
+    chosen = [top_tokens(scores, [count])[0].tolist() for count in (2, 3, 4, 6)]
+    assert chosen == [[1, 3], [1, 3, 5], [1, 2, 3, 5], [0, 1, 2, 3, 4, 5]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3), st.integers(1, 40), st.integers(0, 1000), st.data())
+def test_top_tokens_against_sorting(heads: int, tokens: int, seed: int, data: st.DataObject):
+    values = torch.randint(0, 6, (heads, tokens), generator=torch.Generator().manual_seed(seed)).float()
+    counts = data.draw(st.lists(st.integers(1, tokens), min_size=heads, max_size=heads))
+    for head, chosen in enumerate(top_tokens(values, counts)):
+        ranked = sorted(range(tokens), key=lambda t: (-values[head, t].item(), t))
+        assert chosen.tolist() == sorted(ranked[: counts[head]])
