@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvplug import ops
 from vllm_kvplug.lifecycle import Lifecycle
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
@@ -111,6 +112,27 @@ class Runtime:
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
         self.prompt_end = PromptEnd(self.policy, self.plan, g, self.pool, self.tables)
+        self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Run the ops on one padding row: kernels compile at start-up, never inside a graph capture."""
+        assert self.tables is not None and self.pool is not None
+        g, tables = self.geometry, self.tables
+        query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
+        new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
+        ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
+        ops.decode_attention(
+            torch.empty_like(query),
+            query,
+            self.pool.pages,
+            tables.directory,
+            tables.chunks,
+            self._row_slot[:1],
+            tables.lengths,
+            0,
+            g.kv_heads,
+            g.scale,
+        )
 
     # ---- the way of a step
 
