@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import traceback
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def generate(llm: Any, sets: dict[str, list[tuple[list[int], int]]]) -> Generate
     params = [SamplingParams(temperature=0, max_tokens=n, detokenize=False, logprobs=2) for _, n in asked]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asked], params, use_tqdm=False)
     found = iter(o.outputs[0] for o in outputs)
-    return {name: [(list(o.token_ids), _margins(o)) for o, _ in zip(found, items)] for name, items in sets.items()}
+    return {name: [(list(o.token_ids), _margins(o)) for o in islice(found, len(items))] for name, items in sets.items()}
 
 
 def _margins(output: Any) -> list[float]:
