@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks lie beside the 
 
 from benchmarks.engine import engine, runtime, scheduler  # noqa: E402
 
+_set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
 VOCAB, LAYERS, KV_HEADS = 320, 3, 2
 TIE = 1e-5
 """Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
@@ -128,12 +129,17 @@ def tiny_engine(model_dir: Path, **arguments: Any) -> Iterator[Any]:
         "max_logprobs": -1,
         "seed": 0,
     }
-    with engine(str(model_dir), **{**settings, **arguments}) as llm:
-        try:
-            yield llm
-        finally:
-            # A caller's variable may keep `llm` until after the next engine has started; nothing of it may run then.
-            llm.llm_engine.engine_core.shutdown()
+    threads = torch.get_num_threads()
+    _set_num_threads(1)  # the tiny model has too little work to share, and other processes may want the cores
+    try:
+        with engine(str(model_dir), **{**settings, **arguments}) as llm:
+            try:
+                yield llm
+            finally:
+                # A caller's variable may keep `llm` alive until the next engine has started.
+                llm.llm_engine.engine_core.shutdown()
+    finally:
+        _set_num_threads(threads)
 
 
 @dataclass

@@ -258,7 +258,6 @@ FIRST_IMPORTS = {
     "vllm.EngineArgs": "from vllm import EngineArgs",
     "vllm.LLM": "from vllm import LLM, EngineArgs",
     "arg_utils": "from vllm.engine.arg_utils import AsyncEngineArgs as EngineArgs",
-    "plugins loaded first": "from vllm.plugins import load_general_plugins as load; load(); from vllm import EngineArgs",
 }
 
 

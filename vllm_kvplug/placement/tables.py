@@ -145,6 +145,7 @@ class PageTables:
         growing = (length < ring) & live[:, None]
         self.grow(slots, rows, (growing & (length % PAGE == 0)).long(), 1)
         victim = sinks + (position.long() - sinks) % max(ring - sinks, 1)
+        victim = torch.where(live, victim, 0)  # a padding row's position is whatever vLLM left there
         place = torch.where(growing, length, victim[:, None].expand_as(length))
         heads = torch.arange(self.sizes.heads, device=length.device)
         found = self.locate(index[:, None], heads, place)

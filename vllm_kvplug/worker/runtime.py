@@ -217,7 +217,7 @@ class Runtime:
     def _note_decode(self, request_id: str, request: LiveRequest, length: int) -> None:
         """Remember a one-token prompt chunk in a decode row whose query the scorer will need."""
         if self.policy.evicts_after_prefill:
-            if request.prefill_end - self.policy.query_window < length <= request.prefill_end:
+            if request.prefill_end - max(self.policy.query_window, 1) < length <= request.prefill_end:
                 self._finishing.append((request_id, length))
 
     def _place_chunk(

@@ -1,0 +1,209 @@
+"""Policies by name: the built-in ones, and a third party's by entry point."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_config import SHAPE, error_of, save_profile
+
+from vllm_kvplug import cli
+from vllm_kvplug.components.allocators import top_tokens
+from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.policies.base import Policy, PromptView
+from vllm_kvplug.policies.registry import BUILT_IN, make_policy, policy_class, policy_from_json, policy_names
+from vllm_kvplug.policies.snapkv import SnapKV
+from vllm_kvplug.shape import ModelShape
+
+TP_SHAPE = ModelShape(layers=2, kv_heads=4, query_heads=12, head_dim=16, tensor_parallel=2, name="two ranks")
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a distribution with entry points `name = value` on the path, as pip would leave it."""
+
+    def with_entry_points(**entries: str) -> Path:
+        folder = tmp_path / "site"
+        info = folder / "toy_policies-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-policies\nVersion: 1.0\n")
+        lines = [f"{name} = {value}" for name, value in entries.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[vllm_kvplug.policies]", *lines, ""]))
+        monkeypatch.syspath_prepend(folder)
+        return folder
+
+    return with_entry_points
+
+
+# ----------------------------------------------------------------------------------------- third parties
+
+
+def test_a_third_party_policy_by_entry_point(install):
+    assert policy_names() == sorted(BUILT_IN)
+    install(ends="toy_policy:Ends")
+    assert policy_names() == sorted([*BUILT_IN, "ends"])
+    policy = make_policy("ends", {"ends": 3}, SHAPE)
+    assert type(policy).__name__ == "Ends"
+    assert policy.kept(5) == [[5, 5]] * 3 and policy.kept(100) == [[6, 6]] * 3
+    view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0)
+    assert [t.tolist() for t in top_tokens(policy.score(view), [6, 6])] == [[0, 1, 2, 17, 18, 19]] * 2
+    message = error_of(lambda: make_policy("ends", {"end": 3}, SHAPE))
+    assert "--kv-policy-config for policy 'ends'" in message and "arena_gib, ends, host_gib" in message
+
+
+def test_the_command_lists_it(install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    install(ends="toy_policy:Ends")
+    monkeypatch.setattr(sys, "argv", ["kvplug", "policies"])
+    cli.main()
+    shown = capsys.readouterr().out
+    assert "ends: The first and the last tokens of a prompt." in shown and "snapkv" in shown
+    monkeypatch.setattr(sys, "argv", ["kvplug", "policies", "ends", "--json"])
+    cli.main()
+    schema = json.loads(capsys.readouterr().out)
+    assert list(schema) == ["ends"] and schema["ends"]["properties"]["ends"]["default"] == 8
+
+
+def test_an_engine_takes_it(install, tiny_model_dir: Path):
+    from vllm import EngineArgs
+
+    install(ends="toy_policy:Ends")
+    request = {"name": "ends", "ends": 3}
+    args = EngineArgs(model=str(tiny_model_dir), skip_tokenizer_init=True, additional_config={"kv_policy": request})
+    assert args.create_engine_config().additional_config["kv_policy"] == request
+
+
+def test_built_in_names_cannot_be_taken_over(install):
+    install(snapkv="toy_policy:Ends", ends="toy_policy:Ends")
+    assert policy_class("snapkv") is SnapKV
+    assert policy_names() == sorted([*BUILT_IN, "ends"])
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ("toy_policy:EndsConfig", ["not a Policy class"]),
+        ("toy_policy:torch", ["not a Policy class"]),
+        ("toy_policy:Missing", ["cannot load", "Missing"]),
+        ("no_such_module_anywhere:Ends", ["cannot load", "no_such_module_anywhere"]),
+        ("raises_on_import:Ends", ["cannot load", "half a policy"]),
+    ],
+)
+def test_a_wrong_entry_point(install, value: str, words: list[str]):
+    (install(broken=value) / "raises_on_import.py").write_text("raise RuntimeError('half a policy')\n")
+    message = error_of(lambda: make_policy("broken", {}, SHAPE))
+    for word in ["--kv-policy broken", value, *words]:
+        assert word in message
+    make_policy("snapkv", {}, SHAPE)
+
+
+def test_a_broken_policy_hides_no_other(install, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    install(broken="no_such_module_anywhere:Ends", ends="toy_policy:Ends")
+    monkeypatch.setattr(sys, "argv", ["kvplug", "policies", "--json"])
+    cli.main()
+    captured = capsys.readouterr()
+    assert set(json.loads(captured.out)) == {*BUILT_IN, "ends"}
+    assert "kvplug: --kv-policy broken" in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_unknown_names_list_the_known(install):
+    install(ends="toy_policy:Ends")
+    message = error_of(lambda: policy_class("nope"))
+    assert "--kv-policy nope" in message and "ends, heterocache, random, snapkv, streaming" in message
+
+
+def test_a_policy_of_a_lowered_configuration():
+    text = json.dumps({"name": "snapkv", "ratio": 0.25})
+    policy = policy_from_json(text, SHAPE)
+    assert isinstance(policy, SnapKV) and policy.config.ratio == 0.25
+    assert policy_from_json(text, SHAPE) is policy
+    assert policy_from_json(text, TP_SHAPE) is not policy
+
+
+# -------------------------------------------------------------------------------------- built-in policies
+
+
+def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]]]:
+    """Configurations of every built-in policy: its defaults where they work, and its extremes."""
+    profile = str(save_profile(tmp_path / "profile.json", full_heads=2, shape=shape))
+    return {
+        "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
+        "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
+        "streaming": [{}, {"sinks": 0, "window": 1}],
+        "heterocache": [
+            {"profile": profile},
+            {"profile": profile, "rho": 1},
+            {"profile": profile, "rho": 0.51, "min_tokens": 1, "window": 9},
+        ],
+    }
+
+
+def test_every_built_in_policy_is_tried(tmp_path: Path):
+    assert set(knobs_of(tmp_path, SHAPE)) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TP_SHAPE], ids=lambda s: s.name)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_kept_is_within_the_prompt(tmp_path: Path, name: str, shape: ModelShape):
+    for knobs in knobs_of(tmp_path, shape)[name]:
+        policy = make_policy(name, knobs, shape)
+        assert policy.name == name and policy.summary()
+        if not policy.evicts_after_prefill:
+            assert policy.ring is not None
+            continue
+        for n in [*range(1, 70), 127, 128, 500, 999, 1023, 1024, 1025, 1999, 2000]:
+            kept = policy.kept(n)
+            assert [len(layer) for layer in kept] == [shape.kv_heads] * shape.layers
+            assert all(isinstance(count, int) and 1 <= count <= n for layer in kept for count in layer)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("tokens", [1, 2, 15, 64, 65, 200])
+def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
+    """Rank 1 of 2: KV heads 2 and 3 of 4, each with 3 query heads."""
+    for knobs in knobs_of(tmp_path, TP_SHAPE)[name]:
+        policy = make_policy(name, knobs, TP_SHAPE)
+        if not policy.evicts_after_prefill:
+            continue
+        window = min(policy.query_window, tokens)
+        generator = torch.Generator().manual_seed(tokens)
+        queries, keys = torch.randn(window, 6, 16, generator=generator), torch.randn(2, tokens, 16, generator=generator)
+        scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25))
+        assert scores.shape == (2, tokens) and scores.dtype == torch.float32
+        assert not scores.isnan().any()
+
+
+def test_random_scores_are_those_of_the_global_head(tmp_path: Path):
+    """Ranks and replicas agree whatever slice of the heads they hold."""
+    policy = make_policy("random", {"seed": 4}, TP_SHAPE)
+    whole = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 1, range(4), 1.0))
+    for rank in range(2):
+        heads = TP_SHAPE.rank_heads(rank)
+        part = policy.score(PromptView(torch.empty(0), torch.zeros(2, 9, 16), 1, heads, 1.0))
+        assert torch.equal(part, whole[heads.start : heads.stop])
+    assert len({tuple(row.tolist()) for row in whole}) == 4
+    other = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 0, range(4), 1.0))
+    assert not torch.equal(other, whole)
+
+
+@pytest.mark.parametrize("budget", [3, 8, 9, 40])
+def test_snapkv_keeps_its_window(budget: int):
+    """The newest tokens come first, whatever the votes; below the window only the newest of them fit."""
+    policy = make_policy("snapkv", {"budget_tokens": budget, "window": 8}, SHAPE)
+    scores = policy.score(PromptView(torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9, 0, range(2), 1.0))
+    for chosen in top_tokens(scores, [budget, budget]):
+        recent = min(budget, 8)
+        assert chosen[-recent:].tolist() == list(range(60 - recent, 60))
+
+
+def test_a_policy_without_knobs_of_its_own():
+    class Nothing(Policy[PolicyConfig]):
+        """Keeps everything."""
+
+        name = "nothing"
+
+    policy = Nothing(PolicyConfig(), SHAPE)
+    assert not policy.evicts_after_prefill and policy.plan().decode_blocks(17, 40) == 3
