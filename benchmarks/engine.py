@@ -29,6 +29,8 @@ def engine(model: str, **arguments: Any) -> Iterator[Any]:
     try:
         yield llm
     finally:
+        # Now, not when the caller's last reference goes: that would tear down the next engine's process groups.
+        llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()

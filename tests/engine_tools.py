@@ -276,7 +276,7 @@ class Watch:
     def rows(self) -> dict[int, list[int]]:
         """Block ids of each live slot as the scheduler has them, 0 for those given back."""
         blocks = self._manager.req_to_blocks
-        return {live.slot: [b.block_id for b in blocks[name]] for name, live in self.runtime.live.items()}
+        return {live.slot: [b.block_id for b in blocks.get(name, ())] for name, live in self.runtime.live.items()}
 
 
 # ---------------------------------------------------------------------------------------- comparison

@@ -25,6 +25,7 @@ from engine_tools import (
 LENGTHS = (1, 2, 5, 16, 17, 224, 256, 257, 513, 811, 1500)
 STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
+STOCK_POOL = (POOL - 1) // 2 + 1
 CASES = [streaming(4000), snapkv(1), random_keep(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool
@@ -40,9 +41,9 @@ class Tokens:
     crowd_preemptions: int
 
 
-def run(model_dir: Path, chunk: int, **arguments: Any) -> Tokens:
+def run(model_dir: Path, chunk: int, pool: int = POOL, **arguments: Any) -> Tokens:
     prompts = [token_ids(length) for length in LENGTHS]
-    small = {"num_gpu_blocks_override": POOL} if chunk == 256 else {}
+    small = {"num_gpu_blocks_override": pool} if chunk == 256 else {}
     with tiny_engine(model_dir, max_num_batched_tokens=chunk, **small, **arguments) as llm:
         alone = [greedy(llm, [prompt], STEPS)[0] for prompt in prompts]
         at_once = [greedy(llm, batch, STEPS) for batch in (prompts[:8], prompts[-8:])]
@@ -57,7 +58,7 @@ def chunk(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def stock(chunk: int, tiny_model_dir: Path) -> Tokens:
-    return run(tiny_model_dir, chunk)
+    return run(tiny_model_dir, chunk, STOCK_POOL, block_size=32)  # the smallest block that stock serves on a CPU
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)

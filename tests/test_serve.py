@@ -25,7 +25,7 @@ pytest.importorskip("prometheus_client")
 
 START_SECONDS = 300
 MAX_LEN = 2048
-BLOCKS = 400  # few, so that a request's share of them is easy to see
+BLOCKS = 160  # one is the null block; enough for one request of the maximum length
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_CI_ENV": "1",
@@ -44,10 +44,10 @@ WORDS = "the cache of a head keeps what its last queries read and gives the rest
 class Server:
     """A running server, and the client of the test that is running."""
 
+    name: str
     url: str
     log: Path
-    client: Any
-    model: str = "served"
+    client: Any = None
 
     def metrics(self) -> dict[str, float]:
         """Sum of every metric over its labels; `name{reason}` for finished requests by reason."""
@@ -76,7 +76,7 @@ class Server:
 
     async def complete(self, prompt: str, tokens: int, **options: Any) -> Any:
         """Greedy unless told otherwise, and past the end-of-text token."""
-        request = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        request = {"model": "served", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         return await self.client.completions.create(**{**request, "extra_body": {"ignore_eos": True}, **options})
 
     async def stream(self, prompt: str, tokens: int) -> Any:
@@ -159,6 +159,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     knobs = {"ratio": 0.25, "window": 16}
     command = [*SERVE, str(model), "--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)]
     command += [*ARGUMENTS, "--kv-policy", "snapkv", "--kv-policy-config", json.dumps(knobs)]
+    # A model may write white space for ever where JSON allows it.
+    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
     command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", str(BLOCKS)]
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -167,7 +169,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     try:
         url = f"http://127.0.0.1:{port}"
         wait_healthy(process, url, log)
-        yield Server(url, log, None)
+        yield Server(request.param, url, log)
         assert process.poll() is None, f"the server died:\n{log.read_text()[-3000:]}"
     finally:
         stop(process)
@@ -228,25 +230,41 @@ def test_concurrent_streams_and_one_cancelled(server: Server):
     assert after["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_blocks_are_given_back_after_the_prompt(server: Server):
-    """While it decodes, a long prompt holds about a quarter of the blocks that it was computed in."""
-    prompt = prompt_of(700, 5)
+def test_long_prompts_leave_room_for_each_other(server: Server):
+    """Four prompts of 44 blocks or more, in a pool that holds their answers only if each keeps a quarter.
 
-    async def work() -> tuple[Any, list[float]]:
-        shares, usage = [], None
-        async for event in await server.stream(prompt, 300):
-            usage = event.usage or usage
-            if len(shares) < 20:  # from the first token on, which follows the last chunk of the prompt
-                shares.append((await asyncio.to_thread(server.metrics))["vllm:kv_cache_usage_perc"])
-        return usage, shares
+    A prompt that kept its blocks would need 63 of the 159 at the end of its answer, and with two others
+    somebody would be preempted.
+    """
+    if server.name == "smollm2":
+        pytest.skip("a minute with this model, and not about the model")
 
-    server.wait_idle()
-    usage, shares = server.run(work)
-    print(usage, [round(s * (BLOCKS - 1), 2) for s in shares])
-    held = min(share for share in shares if share > 0) * (BLOCKS - 1)  # one is the null block
-    prefilled = -(-usage.prompt_tokens // 16)
-    assert prefilled > 40
-    assert prefilled // 4 <= held <= prefilled // 4 + 300 // 16 + 2
+    async def work() -> Any:
+        return await asyncio.gather(*(server.complete(prompt_of(700, seed), 300) for seed in range(4)))
+
+    before = server.wait_idle()
+    answers = server.run(work)
+    after = server.wait_idle()
+    assert all(700 <= answer.usage.prompt_tokens < 720 for answer in answers)
+    assert after["vllm:num_preemptions_total"] == before["vllm:num_preemptions_total"]
+    assert after["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_usage_is_seen_while_a_request_runs(server: Server):
+    tokens = 1500 if server.name == "tiny" else 60
+
+    async def work() -> list[float]:
+        answer = asyncio.create_task(server.complete(prompt_of(300, 4), tokens))
+        shares = []
+        while not answer.done():
+            shares.append((await asyncio.to_thread(server.metrics))["vllm:kv_cache_usage_perc"])
+            await asyncio.sleep(0.01)
+        assert (await answer).usage.completion_tokens == tokens
+        return shares
+
+    most = 300 // 4 // 16 + tokens // 16 + 3
+    shares = server.run(work)
+    assert 0 < max(shares) * (BLOCKS - 1) <= max(most, 20)  # 19 while the prompt is computed
     assert server.wait_idle()["vllm:kv_cache_usage_perc"] == 0
 
 
