@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
 
@@ -116,6 +117,15 @@ def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int =
 # ---------------------------------------------------------------------------------------- engines
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For modules that import it: the tiny model has too little work to share between threads."""
+    threads = torch.get_num_threads()
+    _set_num_threads(1)
+    yield
+    _set_num_threads(threads)
+
+
 @contextmanager
 def tiny_engine(model_dir: Path, **arguments: Any) -> Iterator[Any]:
     """An engine for the tiny model in float32, with prompt chunks of 256 tokens unless told otherwise."""
@@ -129,17 +139,12 @@ def tiny_engine(model_dir: Path, **arguments: Any) -> Iterator[Any]:
         "max_logprobs": -1,
         "seed": 0,
     }
-    threads = torch.get_num_threads()
-    _set_num_threads(1)  # the tiny model has too little work to share, and other processes may want the cores
-    try:
-        with engine(str(model_dir), **{**settings, **arguments}) as llm:
-            try:
-                yield llm
-            finally:
-                # A caller's variable may keep `llm` alive until the next engine has started.
-                llm.llm_engine.engine_core.shutdown()
-    finally:
-        _set_num_threads(threads)
+    with engine(str(model_dir), **{**settings, **arguments}) as llm:
+        try:
+            yield llm
+        finally:
+            # A caller's variable may keep `llm` alive until the next engine has started.
+            llm.llm_engine.engine_core.shutdown()
 
 
 @dataclass

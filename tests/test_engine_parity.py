@@ -14,6 +14,7 @@ from engine_tools import (
     Case,
     greedy,
     heterocache,
+    one_thread,  # noqa: F401
     random_keep,
     serve,
     snapkv,

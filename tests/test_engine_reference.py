@@ -20,6 +20,7 @@ from engine_tools import (
     check_logprobs,
     equal_up_to_ties,
     heterocache,
+    one_thread,  # noqa: F401
     random_keep,
     serve,
     snapkv,
