@@ -181,7 +181,9 @@ class Ask:
 def serve(llm: Any, asks: Sequence[Ask], after_step: Callable[[], None] | None = None) -> list[Answer]:
     """Runs requests to their ends, step by step, and one step more so that the worker hears of the last ends."""
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
+    base = {"temperature": 0, "ignore_eos": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
     core, sched = llm.llm_engine, scheduler(llm)
     answers: dict[int, Answer] = {}
     by_id: dict[str, Answer] = {}
@@ -190,8 +192,7 @@ def serve(llm: Any, asks: Sequence[Ask], after_step: Callable[[], None] | None =
     while len(answers) < len(asks) or core.has_unfinished_requests():
         for i, ask in enumerate(asks):
             if ask.arrives <= step and i not in answers:
-                params = {"temperature": 0, "max_tokens": ask.tokens, "ignore_eos": True, "detokenize": False}
-                params = SamplingParams(**{**params, **ask.sampling})
+                params = SamplingParams(**{**base, "max_tokens": ask.tokens, **ask.sampling})
                 known = set(sched.requests)
                 core.add_request(str(i), {"prompt_token_ids": ask.prompt}, params)
                 inner[i] = [sched.requests[r] for r in sched.requests.keys() - known]
@@ -360,9 +361,7 @@ def check_logprobs(answer: Answer, replay: Replay) -> None:
     assert answer.tokens == replay.tokens
 
 
-def check_segments(
-    reference: Reference, rule: Rule, prompt: list[int], tokens: list[int], ends: Sequence[int]
-) -> None:
+def check_segments(reference: Reference, rule: Rule, prompt: list[int], tokens: list[int], ends: Sequence[int]) -> None:
     """Asserts greedy `tokens` of a request that was computed anew, as one prompt, at each of `ends`."""
     starts = sorted({end - len(prompt) for end in ends})
     assert starts[0] == 0

@@ -300,6 +300,49 @@ def test_a_config_that_vllm_only_hashes_is_left_alone(engine_args: Arguments):
     assert "additional_config" in error_of(lambda: lower(args))
 
 
+def parse_flags(model_dir: Path, *flags: str) -> Any:
+    """EngineArgs from a command line."""
+    from vllm import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    base = ["--model", str(model_dir), "--skip-tokenizer-init", "--dtype", "float32", "--max-model-len", "256"]
+    return AsyncEngineArgs.from_cli_args(parser.parse_args([*base, *flags]))
+
+
+@pytest.mark.parametrize(
+    "flags, request_",
+    [
+        (["--kv-policy", "random"], {"name": "random"}),
+        (["--kv_policy=snapkv", '--kv-policy-config={"ratio": 0.25}'], {"name": "snapkv", "ratio": 0.25}),
+        (
+            ["--kv-policy", "snapkv", "--kv-policy-config.ratio", "0.25", "--kv-policy-config.window", "16"],
+            {"name": "snapkv", "ratio": 0.25, "window": 16},
+        ),
+        (["--additional-config", '{"kv_policy": "random"}'], {"name": "random"}),
+    ],
+    ids=str,
+)
+def test_flags(tiny_model_dir: Path, flags: list[str], request_: dict[str, Any]):
+    config = parse_flags(tiny_model_dir, *flags).create_engine_config()
+    assert config.additional_config == {"kv_policy": request_}
+    assert config.attention_config.backend.name == "CUSTOM"
+
+
+def test_no_flags(tiny_model_dir: Path):
+    args = parse_flags(tiny_model_dir)
+    assert args.kv_policy is None and args.kv_policy_config is None
+    assert args.create_engine_config().attention_config.backend is None
+
+
+@pytest.mark.parametrize("value", ['{"ratio":', "ratio=0.5", "[1]", "5", '{"name": "random"}'])
+def test_a_flag_that_is_no_json_object(tiny_model_dir: Path, value: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(tiny_model_dir, "--kv-policy", "snapkv", "--kv-policy-config", value)
+    assert caught.value.code == 2
+    assert "argument --kv-policy-config: --kv-policy-config" in capsys.readouterr().err.splitlines()[-1]
+
+
 ARGUMENT_ERRORS = {
     "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "heterocache, random, snapkv, streaming"]),
     "unknown policy in additional_config": ({"additional_config": {"kv_policy": "nope"}}, ["--kv-policy nope"]),
@@ -497,6 +540,12 @@ def test_refused_layers(arguments: tuple[Any, ...], word: str):
     message = error_of(lambda: compat.check_layer(*arguments))
     assert word in message and "--kv-policy" in message
     compat.check_layer(None, None, None, "decoder", None)
+
+
+def test_the_backend_alone_is_no_policy():
+    """attention_backend='CUSTOM' without a policy: the layers find no runtime."""
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    assert "--kv-policy" in error_of(lambda: compat.runtime_of(config))
 
 
 def test_parse_knobs_returns_the_config():

@@ -194,7 +194,9 @@ def test_pair_equals_reference(small: Small, reference: Reference) -> None:
 def test_pages_move_between_layers(small: Small) -> None:
     """After shrinking, heads of one layer lie in places of a block that belong to others while prefilling."""
     heads = len(small.pages)
-    strangers = [page for flat, pages in enumerate(small.pages) for page in pages if page % heads // KV_HEADS != flat // KV_HEADS]
+    strangers = [
+        page for flat, pages in enumerate(small.pages) for page in pages if page % heads // KV_HEADS != flat // KV_HEADS
+    ]
     if small.case.policy == "heterocache":
         assert len(strangers) >= 5
         sizes = {len(pages) for pages in small.pages}
@@ -306,7 +308,8 @@ def test_sampling_parameters(ratio: float, tiny_model_dir: Path, profiles: Path,
     first, second = ([list(o.token_ids) for o in answer.outputs] for answer in ours.several)
     assert first == second and len(first) == 2 and first[0] != first[1]
     assert len(ours.top) == 20 and all(len(step) >= 3 for step in ours.top)
-    assert all(max(step.values(), key=lambda p: p.logprob) is step[token] for step, token in zip(ours.top, ours.greedy))
+    for step, token in zip(ours.top, ours.greedy, strict=True):
+        assert max(step.values(), key=lambda p: p.logprob) is step[token]
     if ratio == 1:
         assert ours.greedy == stock.greedy and ours.stopped == stock.stopped
         assert first == [list(o.token_ids) for o in stock.several[0].outputs]

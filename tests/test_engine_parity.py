@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 from engine_tools import (
     TWO_PIVOTS,
     Ask,
-    Case,
     greedy,
     heterocache,
     one_thread,  # noqa: F401
@@ -24,6 +25,7 @@ from engine_tools import (
 )
 
 LENGTHS = (1, 2, 5, 16, 17, 224, 256, 257, 513, 811, 1500)
+CHUNKS = (256, 2048)
 STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
 STOCK_POOL = (POOL - 1) // 2 + 1
@@ -44,48 +46,56 @@ class Tokens:
 
 def run(model_dir: Path, chunk: int, pool: int = POOL, **arguments: Any) -> Tokens:
     prompts = [token_ids(length) for length in LENGTHS]
-    small = {"num_gpu_blocks_override": pool} if chunk == 256 else {}
-    with tiny_engine(model_dir, max_num_batched_tokens=chunk, **small, **arguments) as llm:
+    limits = {"max_num_batched_tokens": chunk, "num_gpu_blocks_override": pool}
+    with tiny_engine(model_dir, **limits, **arguments) as llm:
         alone = [greedy(llm, [prompt], STEPS)[0] for prompt in prompts]
         at_once = [greedy(llm, batch, STEPS) for batch in (prompts[:8], prompts[-8:])]
-        crowd = serve(llm, [Ask(prompt, CROWD_STEPS) for prompt in CROWD]) if small else []
+        crowd = serve(llm, [Ask(prompt, CROWD_STEPS) for prompt in CROWD])
     return Tokens(alone, at_once, [a.tokens for a in crowd], sum(a.preemptions for a in crowd))
 
 
-@pytest.fixture(scope="module", params=[256, 2048], ids=["chunked", "whole"])
-def chunk(request: pytest.FixtureRequest) -> int:
-    return request.param
+@dataclass
+class Runs:
+    """A policy's engine, and stock's with chunks of the same size."""
+
+    ours: Tokens
+    stock: Tokens
 
 
 @pytest.fixture(scope="module")
-def stock(chunk: int, tiny_model_dir: Path) -> Tokens:
-    return run(tiny_model_dir, chunk, STOCK_POOL, block_size=32)  # the smallest block that stock serves on a CPU
+def stock_of(tiny_model_dir: Path) -> Callable[[int], Tokens]:
+    """Tokens of a stock engine by chunk size, with the smallest blocks that it serves on a CPU."""
+    return cache(lambda chunk: run(tiny_model_dir, chunk, STOCK_POOL, block_size=32))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def ours(
-    request: pytest.FixtureRequest, chunk: int, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Tokens]:
-    case: Case = request.param
-    yield run(tiny_model_dir, chunk, **case.arguments(tiny_model_dir, tmp_path_factory.mktemp("profiles")))
+@pytest.fixture(scope="module", params=itertools.product(CASES, CHUNKS), ids=lambda p: f"{p[0].name}-chunks-{p[1]}")
+def runs(
+    request: pytest.FixtureRequest,
+    stock_of: Callable[[int], Tokens],
+    tiny_model_dir: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Runs:
+    case, chunk = request.param
+    arguments = case.arguments(tiny_model_dir, tmp_path_factory.mktemp("profiles"))
+    return Runs(run(tiny_model_dir, chunk, **arguments), stock_of(chunk))
 
 
-def test_one_request(stock: Tokens, ours: Tokens) -> None:
-    assert dict(zip(LENGTHS, ours.alone, strict=True)) == dict(zip(LENGTHS, stock.alone, strict=True))
+def test_one_request(runs: Runs) -> None:
+    assert dict(zip(LENGTHS, runs.ours.alone, strict=True)) == dict(zip(LENGTHS, runs.stock.alone, strict=True))
 
 
-def test_eight_requests_at_once(stock: Tokens, ours: Tokens) -> None:
-    for lengths, batch, expected in zip((LENGTHS[:8], LENGTHS[-8:]), ours.at_once, stock.at_once, strict=True):
-        assert dict(zip(lengths, batch, strict=True)) == dict(zip(lengths, expected, strict=True))
+def test_eight_requests_at_once(runs: Runs) -> None:
+    batches = zip((LENGTHS[:8], LENGTHS[-8:]), runs.ours.at_once, runs.stock.at_once, strict=True)
+    for lengths, ours, stock in batches:
+        assert dict(zip(lengths, ours, strict=True)) == dict(zip(lengths, stock, strict=True))
 
 
-def test_preempted_requests(chunk: int, stock: Tokens, ours: Tokens) -> None:
-    if chunk != 256:
-        pytest.skip("the small pool belongs to the chunked engine")
-    assert stock.crowd_preemptions > 0 and ours.crowd_preemptions > 0, "nothing was preempted"
-    assert ours.crowd == stock.crowd
+def test_preempted_requests(runs: Runs) -> None:
+    assert runs.stock.crowd_preemptions > 0 and runs.ours.crowd_preemptions > 0, "nothing was preempted"
+    assert runs.ours.crowd == runs.stock.crowd
 
 
-def test_tokens_say_something(stock: Tokens) -> None:
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_tokens_say_something(chunk: int, stock_of: Callable[[int], Tokens]) -> None:
     """A model that repeats itself would agree with anything."""
-    assert all(len(set(tokens)) > STEPS // 3 for tokens in stock.alone)
+    assert all(len(set(tokens)) > STEPS // 3 for tokens in stock_of(chunk).alone)

@@ -58,9 +58,7 @@ class Ran:
     params=[(case, chunk) for case in CASES for chunk in (256, 2048)],
     ids=lambda p: f"{p[0].name}-chunks-{p[1]}",
 )
-def ran(
-    request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Ran:
+def ran(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     case, chunk = request.param
     result = Ran(case)
     arguments = case.arguments(tiny_model_dir, tmp_path_factory.mktemp("profiles"))
