@@ -100,6 +100,7 @@ def main() -> None:
                 rows.append(row)
                 print(row, flush=True)
                 _count(metrics, row, policy, dtype, mode)
+                report.write(args.out, report.result("gpu_smoke", metrics, rows))
         metrics[f"gpu_smoke.tokens_{dtype}"] = sum(len(t) for items in stock.values() for t, _ in items)
     print(metrics)
     report.write(args.out, report.result("gpu_smoke", metrics, rows))
