@@ -246,8 +246,8 @@ class Watch:
 
         def watched_begin(lifecycle: Any) -> None:
             lengths.clear()
-            for request_id, prompt_end in lifecycle.admitted.items():
-                self.admitted.setdefault(request_id, []).append(prompt_end)
+            for request_id, admission in lifecycle.admitted.items():
+                self.admitted.setdefault(request_id, []).append(admission.prefill_end)
             begin_step(lifecycle)
 
         def watched_prepare(request_ids: Sequence[str], starts: Any, ends: Sequence[int], *rest: Any) -> Any:

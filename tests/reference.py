@@ -46,6 +46,7 @@ class Rule:
     """What a query sees, and what each head keeps of a prompt. The default keeps everything."""
 
     newest = 0  # so many of the prompt's last tokens are kept before all others
+    protect: Sequence[tuple[int, int]] = ()  # ranges of the prompt that every head keeps, beyond its budget if need be
 
     def sees(self, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
         """query_pos [n], key_pos [T] -> bool [n, T]. What the newest query cannot see is not stored."""
@@ -58,6 +59,20 @@ class Rule:
     def scores(self, index: int, layer: Layer) -> torch.Tensor:
         """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
         raise NotImplementedError
+
+    def watch(self, layers: list[Layer]) -> Watcher:
+        """What happens to stored tokens while the request decodes, from a complete prompt on."""
+        return Watcher()
+
+
+class Watcher:
+    """Sees every decoding step. The default changes nothing."""
+
+    def before(self, length: int) -> None:
+        """Before the forward pass of the token that makes the request `length` tokens long."""
+
+    def after(self, length: int) -> None:
+        """After it."""
 
 
 @dataclass(frozen=True)
@@ -215,14 +230,17 @@ def share_out(total: int, weights: Sequence[float], low: int, high: int) -> list
     return result
 
 
-def pick(scores: torch.Tensor, budget: int, newest: int) -> list[int]:
-    """Positions of a head's `budget` tokens: the last `newest` first, then by score [T], then the earlier."""
+def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple[int, int]] = ()) -> list[int]:
+    """A head's `budget` tokens: protected ones, then the last `newest`, then by score [T], then the earlier."""
     tokens = len(scores)
-    newest = min(newest, tokens)
-    forced = min(newest, budget)
     values = scores.tolist()
-    ranked = sorted(range(tokens - newest), key=lambda t: (-values[t], t))
-    return sorted(ranked[: budget - forced] + list(range(tokens - forced, tokens)))
+
+    def rank(t: int) -> tuple[float, ...]:
+        if any(start <= t < end for start, end in protect):
+            return 0, t
+        return (1, -t) if t >= tokens - newest else (2, -values[t], t)
+
+    return sorted(sorted(range(tokens), key=rank)[: max(budget, sum(end - start for start, end in protect))])
 
 
 @dataclass
@@ -234,6 +252,8 @@ class Replay:
     logits: float32 [steps, vocab]; row i is what tokens[i] was chosen from.
     kept_after_prompt: what was stored when the (latest) prompt had been computed and cut down.
     kept_at_end: what was stored when the last token was produced; that token's own K,V is not.
+    kept: what every decoding step's query saw, by the length of the request with that step's token.
+    watcher: the rule's, after the (latest) prompt.
     scores: float32 [L] x [H, T] behind kept_after_prompt, empty for rules that do not score. Two engines
         round differently: a token whose score ties with the cut up to rounding may fall on either side.
     """
@@ -242,6 +262,8 @@ class Replay:
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     kept_after_prompt: Positions = field(default_factory=list)
     kept_at_end: Positions = field(default_factory=list)
+    kept: dict[int, Positions] = field(default_factory=dict)
+    watcher: Watcher = field(default_factory=Watcher)
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -283,7 +305,8 @@ class State:
         for index, layer in enumerate(self.layers):
             layer.keep[:] = False
             for head in range(heads):
-                layer.keep[head, pick(scores[index][head], budgets[index][head], self.rule.newest)] = True
+                chosen = pick(scores[index][head], budgets[index][head], self.rule.newest, self.rule.protect)
+                layer.keep[head, chosen] = True
         return scores
 
     def kept(self) -> Positions:
@@ -334,8 +357,12 @@ class Reference:
                 logits.append(self._forward(state, sequence, 0))
                 result.scores = state.complete_prompt()
                 result.kept_after_prompt = state.kept()
+                result.watcher = rule.watch(state.layers)
             else:
+                result.watcher.before(len(sequence))
                 logits.append(self._forward(state, sequence[-1:], len(sequence) - 1))
+                result.kept[len(sequence)] = state.kept()
+                result.watcher.after(len(sequence))
             result.tokens.append(int(logits[-1].argmax()))
             sequence.append(next(forced, result.tokens[-1]))
         result.logits = torch.stack(logits)

@@ -58,7 +58,7 @@ def assert_idle(llm: Any) -> None:
     assert sorted(state._free_slots) == list(range(state.geometry.max_requests))
     assert int(state.tables._num_free) == state.tables.sizes.chunks
     manager = scheduler(llm)._head_pages
-    assert not manager.req_to_blocks and not manager._prefill_end and not manager._shrunk
+    assert not manager.req_to_blocks and not manager._admitted and not manager.host.used
 
 
 # ---------------------------------------------------------------------------------------- one small pool
@@ -132,7 +132,7 @@ def small(request: pytest.FixtureRequest, tiny_model_dir: Path, profiles: Path) 
     limits = {"num_gpu_blocks_override": POOL, "max_model_len": (POOL - 1) * 16, "max_num_seqs": 12}
     with tiny_engine(tiny_model_dir, **limits, **arguments) as llm:
         watch = Watch(llm, integrity=True, pages=True)
-        result.plan = runtime(llm).plan
+        result.plan = runtime(llm).policy.plan()
 
         serve(llm, [Ask(PAIR[0], PAIR_STEPS)], lambda: result.lone_used.append(used_blocks(llm)))
         result.together = pair(llm)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from vllm_kvplug import door
 from vllm_kvplug.calibrate.profile import model_fingerprint
+from vllm_kvplug.config import ADDITIONAL_KEY
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -74,6 +78,24 @@ def model_shape(vllm_config: Any) -> ModelShape:
         fingerprint=model_fingerprint(model.hf_text_config),
         name=str(model.model),
     )
+
+
+def tokenizer(vllm_config: Any) -> Any:
+    """The engine's tokenizer, or None if it works on token ids alone."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = vllm_config.model_config
+    return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+
+
+def check_request(vllm_config: Any, request: Any) -> None:
+    """Check an EngineCoreRequest against the policy of its engine; ValueError (HTTP 400) with the reason."""
+    model, params = vllm_config.model_config, request.sampling_params
+    name = json.dumps(vllm_config.additional_config[ADDITIONAL_KEY], sort_keys=True)
+    policy = policy_from_json(name, model_shape(vllm_config))
+    prompt = request.prompt_token_ids if request.prompt_token_ids is not None else request.prompt_embeds
+    longest = min(len(prompt) + (params.max_tokens or 0), model.max_model_len)
+    door.check_request(policy, params.extra_args, len(prompt), longest, model.dtype.itemsize)
 
 
 def check_layer(

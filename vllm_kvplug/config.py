@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,9 +34,13 @@ def share_of(ratio: float, tokens: int) -> int:
 
 
 class PolicyConfig(BaseModel):
-    """Knobs every policy has. Unknown knobs are errors."""
+    """Knobs every policy has. Unknown knobs are errors.
+
+    request_knob names the field that a request's `kvplug.budget` replaces; None: the budget is the server's alone.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    request_knob: ClassVar[str | None] = None
 
     arena_gib: float | None = Field(
         default=None,
@@ -49,10 +53,27 @@ class PolicyConfig(BaseModel):
         ge=0,
         description="Size of the host (CPU) tier in GiB, for policies that offload.",
     )
+    max_request_budget: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Largest kvplug.budget that a request may ask for; below 1 also refuses kvplug.off.",
+    )
+    protect_system: bool = Field(
+        default=True,
+        description="Never drop the system prompt's tokens, where the model's chat template shows which they are.",
+    )
+
+    def for_budget(self, budget: float) -> Self:
+        """The same with a request's budget. Raises ValueError (pydantic's) if the policy cannot work with it."""
+        assert self.request_knob is not None
+        return type(self)(**{**self.model_dump(exclude_unset=True), self.request_knob: budget})
 
 
 class BudgetConfig(PolicyConfig):
     """A per-head budget: a share of the prompt, or a number of tokens."""
+
+    request_knob = "ratio"
 
     ratio: float | None = Field(
         default=None,
@@ -70,6 +91,9 @@ class BudgetConfig(PolicyConfig):
             return min(self.budget_tokens, prompt_len)
         ratio = 0.5 if self.ratio is None else self.ratio
         return min(max(share_of(ratio, prompt_len), 1), prompt_len)
+
+    def for_budget(self, budget: float) -> Self:
+        return type(self)(**{**self.model_dump(exclude_unset=True, exclude={"budget_tokens"}), "ratio": budget})
 
     def model_post_init(self, _context: Any) -> None:
         if self.ratio is not None and self.budget_tokens is not None:

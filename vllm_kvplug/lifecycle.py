@@ -4,17 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_kvplug.options import RequestOptions
+
 ATTRIBUTE = "kvplug_lifecycle"
 """Name under which a `Lifecycle` travels on vLLM's SchedulerOutput."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """How a request begins, or begins anew after a preemption.
+
+    prefill_end: tokens after which its prompt is complete. For a request that was preempted these include the
+    tokens it had generated.
+    """
+
+    prefill_end: int
+    options: RequestOptions = RequestOptions()
 
 
 @dataclass(frozen=True)
 class Lifecycle:
     """Requests that begin or end with this step; ends come first.
 
-    admitted: request id -> tokens after which its prompt is complete. For a request that was preempted
-    these include the tokens it had generated. ended: finished, aborted and preempted requests.
+    admitted: by request id. ended: finished, aborted and preempted requests.
     """
 
-    admitted: dict[str, int] = field(default_factory=dict)
+    admitted: dict[str, Admission] = field(default_factory=dict)
     ended: frozenset[str] = frozenset()

@@ -12,8 +12,10 @@ from typing import Any
 
 from vllm_kvplug import compat
 from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG, FLAG, parse_knobs, read_knobs, split_request
+from vllm_kvplug.door import longest_request
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.features import check_config
+from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import make_policy, policy_class
 from vllm_kvplug.shape import PAGE
 
@@ -58,6 +60,12 @@ SEAMS = (
         "patch: add_policy_arguments",
         "lower the policy to stock fields, and refuse what cannot be served before weights load",
         "a plugin hook that sees EngineArgs and the finished VllmConfig",
+    ),
+    Seam(
+        "InputProcessor.process_inputs",
+        "patch: check_requests_at_the_door, only once an engine has a policy",
+        "a bad kvplug.* option, or a request that the host tier can never hold, is refused with a reason (HTTP 400)",
+        "a hook that sees request and VllmConfig (Platform.validate_request sees no config)",
     ),
     Seam(
         "CpuPlatform.get_attn_backend_cls",
@@ -148,6 +156,26 @@ def add_policy_arguments(module: ModuleType) -> None:
     base.create_engine_config = create_engine_config_with_policy
 
 
+def check_requests_at_the_door() -> None:
+    """Let the front end refuse what the policy of its engine cannot serve."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    if hasattr(InputProcessor, _MARK):
+        return
+    setattr(InputProcessor, _MARK, True)
+    process_inputs = InputProcessor.process_inputs
+
+    @functools.wraps(process_inputs)
+    def process_inputs_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        config = self.vllm_config
+        if ADDITIONAL_KEY in (config.additional_config or ()) and request.sampling_params is not None:
+            compat.check_request(config, request)
+        return request
+
+    setattr(InputProcessor, process_inputs.__name__, process_inputs_and_check)
+
+
 def _init_with_policy(init: Any) -> Any:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, kv_policy: Any = None, kv_policy_config: Any = None, **kwargs: Any) -> None:
@@ -218,8 +246,6 @@ def lower(engine_args: Any) -> bool:
 
 def install_policy(vllm_config: Any) -> None:
     """Check a finished config against the policy, and put our scheduler and worker in."""
-    from vllm.logger import init_logger
-
     check_config(vllm_config)
     name, knobs = split_request(vllm_config.additional_config[ADDITIONAL_KEY])
     policy = make_policy(name, knobs, compat.model_shape(vllm_config))
@@ -227,16 +253,41 @@ def install_policy(vllm_config: Any) -> None:
     if worker not in compat.WORKERS:
         raise PolicyError(f"{FLAG} does not run on this platform (worker {worker}): it needs CUDA or CPU")
     vllm_config.parallel_config.worker_cls = compat.WORKERS[worker]
+    check_requests_at_the_door()
     kind = "AsyncPolicyScheduler" if vllm_config.scheduler_config.async_scheduling else "PolicyScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvplug.scheduler.scheduler.{kind}"
+    _log_plan(vllm_config, policy)
+
+
+def _log_plan(vllm_config: Any, policy: Policy[Any]) -> None:
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.kvplug")
     length = vllm_config.model_config.max_model_len
     plan = policy.plan()
-    steady = plan.decode_blocks(length, length)
-    init_logger("vllm.kvplug").info(
+    logger.info(
         "KV policy %s: %s. A prompt of %d tokens takes %d blocks while it is computed and %d after.",
-        name,
+        policy.name,
         policy.summary(),
         length,
         plan.prefill_blocks(length),
-        steady,
+        plan.decode_blocks(length, length),
     )
+    if policy.retrieval is None:
+        return
+    itemsize = vllm_config.model_config.dtype.itemsize
+    need, capacity = policy.host_slots(length), policy.host_capacity(itemsize)
+    logger.info(
+        "Host tier: %.2f GiB per rank, as much as %.1f requests of %d tokens need.",
+        policy.config.host_gib,
+        capacity / max(need, 1),
+        length,
+    )
+    longest = longest_request(policy, length, itemsize)
+    if longest < length:
+        logger.warning(
+            "Requests that may grow beyond %d tokens will be refused: the host tier cannot hold them. Raise host_gib "
+            "in %s, or set it to 0, which turns retrieval off.",
+            longest,
+            CONFIG_FLAG,
+        )

@@ -33,6 +33,10 @@ class PagePool:
         key, value = self._tokens[token_slots].chunk(2, -1)
         return key, value
 
+    def put(self, token_slots: torch.Tensor, content: torch.Tensor) -> None:
+        """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V."""
+        self._tokens[token_slots] = content
+
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens; both lists may overlap, since all are read before any is written."""
         self._tokens[target] = self._tokens[source]

@@ -6,15 +6,23 @@ ranked. It sees lengths, queries and keys; it never touches vLLM objects, blocks
 
 from __future__ import annotations
 
+import copy
 from abc import ABC
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 import torch
+from pydantic import ValidationError
 
 from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.options import OptionError, RequestOptions
 from vllm_kvplug.plan import Kept, PagePlan
 from vllm_kvplug.shape import ModelShape
+from vllm_kvplug.tiers.codecs import CodecName, token_bytes
+from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots
+
+GIB = 1 << 30
 
 ConfigT = TypeVar("ConfigT", bound=PolicyConfig)
 
@@ -48,12 +56,46 @@ class PromptView:
     scale: float
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """A pivot and the satellites that attend alike, global KV heads of one layer."""
+
+    layer: int
+    pivot: int
+    satellites: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Satellites' prompts live on the host, and tokens come back when their pivot's attention drifts.
+
+    clusters: ascending by layer. threshold, window: a drift check every `window` decoded tokens asks whether the
+    median overlap of that many queries' top tokens with the baseline's is below the threshold. kernel: average
+    pool over scores. land_after: steps from the trigger to the first step that sees what it fetched.
+    codec: of host memory. step_mib: fetched MiB a step may take, None for no limit. as_released: fetch what the
+    released code fetches.
+    """
+
+    clusters: tuple[Cluster, ...]
+    threshold: float
+    window: int
+    kernel: int
+    land_after: int
+    codec: CodecName
+    step_mib: float | None
+    as_released: bool
+
+
 class Policy(ABC, Generic[ConfigT]):
     """One named filling of the slots admission, selection, eviction and offload.
 
     `ring` bounds what is stored and seen at all times (admission). Otherwise the prompt is stored whole
     and, if the class overrides `kept`, cut down once when it is complete (eviction): every head keeps
-    the `kept(n)[layer][head]` tokens that `score` ranks highest. Decoded tokens are kept.
+    the `kept(n)[layer][head]` tokens that `score` ranks highest. Decoded tokens are kept. With a `retrieval`,
+    satellites that were cut get other prompt tokens back from the host later (offload).
+
+    An object serves requests with one set of options. What depends on the budget must be computed from
+    `self.config` when asked: `for_request` makes an object with another config.
     """
 
     name: ClassVar[str]
@@ -61,6 +103,8 @@ class Policy(ABC, Generic[ConfigT]):
     uses_host_tier: ClassVar[bool] = False
     ring: Ring | None = None
     query_window: int = 0
+    retrieval: Retrieval | None = None
+    options: RequestOptions = RequestOptions()
 
     def __init__(self, config: ConfigT, shape: ModelShape):
         """Raises PolicyError if the config cannot work for a model of this shape."""
@@ -70,7 +114,7 @@ class Policy(ABC, Generic[ConfigT]):
     def kept(self, prompt_len: int) -> Kept:
         """Tokens each head keeps of a prompt of `prompt_len` >= 1 tokens, [layers][kv_heads].
 
-        Each value is in 1..prompt_len.
+        Each value is in 1..prompt_len. Protected tokens come on top where they do not fit in it.
         """
         raise NotImplementedError
 
@@ -81,13 +125,76 @@ class Policy(ABC, Generic[ConfigT]):
         """
         raise NotImplementedError
 
+    def drift_tokens(self, prompt_len: int) -> int:
+        """Size of the token sets that drift checks compare; only with a `retrieval`."""
+        raise NotImplementedError
+
+    def check_budget(self) -> None:
+        """Raises PolicyError if the budget in `config` cannot be met by any prompt."""
+
     @property
     def evicts_after_prefill(self) -> bool:
-        return type(self).kept is not Policy.kept
+        return type(self).kept is not Policy.kept and not self.options.off
 
     def plan(self) -> PagePlan:
-        kept = self.kept if self.evicts_after_prefill else None
+        kept = self._kept_with_protected if self.evicts_after_prefill else None
         return PagePlan(self.shape, kept, self.ring.tokens if self.ring else None)
+
+    def _kept_with_protected(self, prompt_len: int) -> Kept:
+        kept, least = self.kept(prompt_len), self.options.protected(prompt_len)
+        return [[max(count, least) for count in layer] for layer in kept] if least else kept
+
+    def for_request(self, options: RequestOptions) -> Self:
+        """The policy as it serves a request with `options`; OptionError if it cannot."""
+        if options == self.options:
+            return self
+        if self.ring is not None and (options.off or options.budget is not None):
+            raise OptionError(f"policy '{self.name}' has one ring for all: remove kvplug.budget and kvplug.off")
+        asked = 1.0 if options.off else options.budget
+        if asked is not None and asked > self.config.max_request_budget:
+            limit = self.config.max_request_budget
+            raise OptionError(f"this server allows a kvplug.budget of at most {limit}, and no kvplug.off below 1")
+        served = copy.copy(self)
+        served.options = options
+        if options.budget is not None:
+            served.config = self._config_for(options.budget)
+            try:
+                served.check_budget()
+            except PolicyError as error:
+                raise OptionError(f"kvplug.budget {options.budget}: {error}") from None
+        return served
+
+    def _config_for(self, budget: float) -> ConfigT:
+        if self.config.request_knob is None:
+            raise OptionError(f"policy '{self.name}' has no budget that a request could change: remove kvplug.budget")
+        try:
+            return self.config.for_budget(budget)
+        except ValidationError as error:
+            raise OptionError(f"kvplug.budget {budget}: {error.errors()[0]['msg']}") from None
+
+    def offloaded(self, prompt_len: int, heads: range) -> list[tuple[int, int]]:
+        """(layer, global head) of the heads in `heads` whose prompt of `prompt_len` tokens goes to the host."""
+        if self.retrieval is None or not self.evicts_after_prefill:
+            return []
+        kept = self._kept_with_protected(prompt_len)
+        return [
+            (cluster.layer, head)
+            for cluster in self.retrieval.clusters
+            for head in cluster.satellites
+            if head in heads and kept[cluster.layer][head] < prompt_len
+        ]
+
+    def host_slots(self, prompt_len: int) -> int:
+        """Host slots that the neediest rank holds for a prompt of `prompt_len` tokens."""
+        ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
+        return max(host_slots(len(self.offloaded(prompt_len, heads)), prompt_len) for heads in ranks)
+
+    def host_capacity(self, itemsize: int) -> int:
+        """Host slots of each rank's pool, for an engine whose K and V have `itemsize` bytes."""
+        if self.retrieval is None:
+            return 0
+        slot = HOST_SLOT * token_bytes(self.retrieval.codec, self.shape.head_dim, itemsize)
+        return int(self.config.host_gib * GIB) // slot
 
     def summary(self) -> str:
         """One line for the log: the resolved budget in words."""

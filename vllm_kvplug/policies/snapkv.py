@@ -34,8 +34,6 @@ class SnapKV(Policy[SnapKVConfig]):
         tokens, window = view.keys.shape[1], view.queries.shape[0]
         attention = prompt_attention(view.queries, view.keys, view.scale)  # [H, G, window, tokens]
         votes = smooth(attention[..., : tokens - window].mean(2), self.config.kernel).mean(1)
-        recent = torch.full((view.keys.shape[0], window), torch.inf, device=votes.device)
-        # A budget below the window keeps its newest tokens: order +inf by position.
-        if self.config.tokens(tokens) < window:
-            recent = torch.arange(window, device=votes.device).expand_as(recent) + 2.0  # votes are at most 1
+        # Votes are at most 1: the window comes before them, its newest tokens first if the budget is below it.
+        recent = torch.arange(2.0, window + 2.0, device=votes.device).expand(votes.shape[0], window)
         return torch.cat([votes, recent], 1)

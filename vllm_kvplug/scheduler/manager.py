@@ -2,47 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from vllm_kvplug.lifecycle import Admission
+from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.scheduler.spec import HeadPageSpec
+from vllm_kvplug.tiers.ledger import HostLedger
+
+
+@dataclass
+class Admitted:
+    """A request that holds blocks. prefill_end: tokens after which its prompt is complete, latched."""
+
+    prefill_end: int
+    plan: PagePlan
+    shrunk: bool = False
 
 
 class HeadPageManager(FullAttentionManager):
-    """Counts, shrinks and frees blocks by plan. The scheduler binds `requests` before its first step."""
+    """Counts, shrinks and frees blocks by each request's plan, and books its share of the host tier.
+
+    The scheduler binds `requests` and `options` before its first step.
+    """
 
     requests: Mapping[str, Any] = {}
+    options: Callable[[Any], RequestOptions] = staticmethod(lambda request: RequestOptions())
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._prefill_end: dict[str, int] = {}
-        self._shrunk: set[str] = set()
-
-    @property
-    def plan(self) -> PagePlan:
         assert isinstance(self.kv_cache_spec, HeadPageSpec)
-        return self.kv_cache_spec.plan
+        self.policy = self.kv_cache_spec.resolved
+        self._default_plan = self.policy.plan()
+        self.host = HostLedger(self.policy.host_capacity(self.kv_cache_spec.dtype.itemsize))
+        self._admitted: dict[str, Admitted] = {}
 
-    def prefill_end(self, request_id: str) -> int:
-        """Tokens after which the request's prompt is complete: latched when it gets its first block.
+    def admission(self, request_id: str) -> Admission:
+        """How the request begins; its tokens so far are its prompt. Call it once it has blocks."""
+        return Admission(self._admitted[request_id].prefill_end, self.options(self.requests[request_id]))
+
+    def _policy_of(self, request_id: str) -> Policy[Any]:
+        return self.policy.for_request(self.options(self.requests[request_id]))
+
+    def _state(self, request_id: str) -> Admitted:
+        """The request's state, or what it would be if it got its first block now.
 
         A resumed request computes its prompt and its earlier output as one prompt.
         """
-        latched = self._prefill_end.get(request_id)
-        return self.requests[request_id].num_tokens if latched is None else latched
+        known = self._admitted.get(request_id)
+        if known is not None:
+            return known
+        policy = self._policy_of(request_id)
+        plan = self._default_plan if policy is self.policy else policy.plan()
+        return Admitted(self.requests[request_id].num_tokens, plan)
 
     def _missing_blocks(self, request_id: str, num_tokens: int) -> int:
-        entries = self.plan.row_entries(self.prefill_end(request_id), num_tokens)
+        state = self._state(request_id)
+        entries = state.plan.row_entries(state.prefill_end, num_tokens)
         return max(entries - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+        if request_id not in self._admitted and not self.host.fits(self._host_slots(request_id)):
+            return self.block_pool.num_gpu_blocks + 1  # more than there are: the request waits
         return self._missing_blocks(request_id, num_tokens)
 
+    def _host_slots(self, request_id: str) -> int:
+        return self._policy_of(request_id).host_slots(self.requests[request_id].num_tokens)
+
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
-        self._prefill_end.setdefault(request_id, self.prefill_end(request_id))
+        if request_id not in self._admitted:
+            self.host.reserve(request_id, self._host_slots(request_id))
+            self._admitted[request_id] = self._state(request_id)
         missing = self._missing_blocks(request_id, num_tokens)
         if missing == 0:
             return []
@@ -56,15 +91,16 @@ class HeadPageManager(FullAttentionManager):
         Called before every allocation with the tokens whose steps have finished. The worker compacts in
         the step that completes the prompt, so once that step is processed the tail is no longer read.
         """
-        end = self._prefill_end.get(request_id)
-        if not self.plan.shrinks or end is None or processed_computed_tokens < end or request_id in self._shrunk:
+        state = self._admitted.get(request_id)
+        if state is None or state.shrunk or not state.plan.shrinks or processed_computed_tokens < state.prefill_end:
             return
-        self._shrunk.add(request_id)
-        self._remove_blocks_in_range(request_id, self.plan.decode_blocks(end, end), self.plan.prefill_blocks(end))
+        state.shrunk = True
+        end = state.prefill_end
+        self._remove_blocks_in_range(request_id, state.plan.decode_blocks(end, end), state.plan.prefill_blocks(end))
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
-        self._prefill_end.pop(request_id, None)
-        self._shrunk.discard(request_id)
+        self._admitted.pop(request_id, None)
+        self.host.release(request_id)
         return super().pop_blocks_for_free(request_id)
 
     def cache_blocks(self, *args: Any, **kwargs: Any) -> None:

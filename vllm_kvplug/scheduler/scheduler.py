@@ -8,8 +8,14 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_kvplug import compat
 from vllm_kvplug.lifecycle import ATTRIBUTE, Lifecycle
+from vllm_kvplug.options import RequestOptions, parse_options
 from vllm_kvplug.scheduler.manager import HeadPageManager
+from vllm_kvplug.system_prompt import SystemPrompt
+
+OPTIONS = "kvplug_options"
+"""Name under which a request's options are kept on vLLM's Request."""
 
 
 class _LifecycleMixin:
@@ -17,17 +23,35 @@ class _LifecycleMixin:
 
     requests: dict[str, Any]
     kv_cache_manager: Any
+    vllm_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         managers = self.kv_cache_manager.coordinator.single_type_managers
         (self._head_pages,) = [m for m in managers if isinstance(m, HeadPageManager)]
         self._head_pages.requests = self.requests
+        self._head_pages.options = self._options
+
+        policy = self._head_pages.policy
+        evicts = policy.evicts_after_prefill and policy.config.protect_system
+        tokenizer = compat.tokenizer(self.vllm_config) if evicts else None
+        self._system_prompt = SystemPrompt.of(tokenizer) if tokenizer is not None else None
+
+    def _options(self, request: Any) -> RequestOptions:
+        """The options of a request, with its system prompt protected; they were checked at the door."""
+        found = vars(request).get(OPTIONS)
+        if found is None:
+            params = request.sampling_params
+            found = parse_options(params.extra_args if params is not None else None)
+            system = self._system_prompt.find(request.prompt_token_ids or ()) if self._system_prompt else None
+            found = found.protecting(system) if system and not found.off else found
+            setattr(request, OPTIONS, found)
+        return found
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         begun = [r.req_id for r in output.scheduled_new_reqs] + list(output.scheduled_cached_reqs.resumed_req_ids)
-        admitted = {request_id: self._head_pages.prefill_end(request_id) for request_id in begun}
+        admitted = {request_id: self._head_pages.admission(request_id) for request_id in begun}
         ended = output.finished_req_ids | (output.preempted_req_ids or set())
         setattr(output, ATTRIBUTE, Lifecycle(admitted, frozenset(ended)))
         return output

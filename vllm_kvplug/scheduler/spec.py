@@ -9,6 +9,7 @@ from typing import Any
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.shape import ModelShape
 
@@ -27,6 +28,10 @@ class HeadPageSpec(FullAttentionSpec):
 
     policy: str
     shape: ModelShape
+
+    @property
+    def resolved(self) -> Policy[Any]:
+        return policy_from_json(self.policy, self.shape)
 
     @property
     def plan(self) -> PagePlan:

@@ -142,9 +142,9 @@ class HeadPageImpl(AttentionImpl):
                 self.num_kv_heads,
                 self.scale,
             )
-            runtime.windows.record_decodes(step.row_slot, index, query[rows])
+            runtime.record_decodes(step, index, query[rows])
         for row in step.prefill:
-            runtime.finish_layer(row, index, query[row.tokens])
+            runtime.finish_layer(row, index, query[row.tokens], key[row.tokens], value[row.tokens])
         return output
 
     def _attend_chunk(

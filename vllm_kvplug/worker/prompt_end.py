@@ -12,8 +12,8 @@ import torch
 from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import PagePlan
-from vllm_kvplug.policies.base import Policy, PromptView
+from vllm_kvplug.policies.base import PromptView
+from vllm_kvplug.worker.requests import LiveRequest
 
 if TYPE_CHECKING:
     from vllm_kvplug.worker.runtime import Geometry
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
 class PromptEnd:
     """Scores, compacts and shrinks completed prompts."""
 
-    def __init__(self, policy: Policy, plan: PagePlan, geometry: Geometry, pool: PagePool, tables: PageTables):
-        self.policy, self.plan, self.geometry = policy, plan, geometry
-        self.pool, self.tables = pool, tables
+    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables):
+        self.geometry, self.pool, self.tables = geometry, pool, tables
 
-    def kept(self, prompt_len: int) -> list[list[int]]:
+    def kept(self, request: LiveRequest) -> list[list[int]]:
         """Tokens each head of this rank keeps, [layers][KV heads of the rank]."""
         heads = self.geometry.head_range
-        return [list(layer[heads.start : heads.stop]) for layer in self.plan.kept(prompt_len)]
+        return [list(layer[heads.start : heads.stop]) for layer in request.plan.kept(request.prefill_end)]
 
-    def compact_layer(self, slot: int, layer: int, queries: torch.Tensor, length: int) -> None:
+    def compact_layer(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> None:
         """Move the tokens that each head of a layer keeps to its front, in their order.
 
         queries [window, query heads, d]: the prompt's last queries. Heads that keep everything stay as they are.
         """
-        counts = self.kept(length)[layer]
+        length, counts = request.prefill_end, self.kept(request)[layer]
         cut = [h for h, count in enumerate(counts) if count < length]
         if not cut:
             return
@@ -44,21 +43,24 @@ class PromptEnd:
         device = self.tables.lengths.device
         heads = torch.arange(first, first + self.geometry.kv_heads, device=device)
         everything = torch.arange(length, device=device)
-        stored = self.tables.locate(torch.tensor(slot, device=device), heads[:, None], everything)
+        stored = self.tables.locate(torch.tensor(request.slot, device=device), heads[:, None], everything)
         keys, _ = self.pool.gather(stored)
         view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale)
-        chosen = top_tokens(self.policy.score(view), counts)
+        scores = request.policy.score(view)
+        for start, end in request.policy.options.protect:
+            scores[:, start:end] = torch.inf
+        chosen = top_tokens(scores, counts)
         source = torch.cat([stored[h, chosen[h]] for h in cut])
         target = torch.cat([stored[h, : counts[h]] for h in cut])
         self.pool.copy_tokens(source, target)
         self.tables.set_positions(target, torch.cat([chosen[h] for h in cut]))
 
-    def give_back(self, slot: int, length: int) -> None:
+    def give_back(self, request: LiveRequest) -> None:
         """After the last layer: pack the kept pages into the blocks that stay."""
-        before = self.plan.prefill_blocks(length)
-        after = self.plan.decode_blocks(length, length)
-        kept = [count for layer in self.kept(length) for count in layer]
-        self.pool.copy_pages(*self.tables.shrink(slot, kept, before, after))
+        length = request.prefill_end
+        before, after = request.plan.prefill_blocks(length), request.plan.decode_blocks(length, length)
+        kept = [count for layer in self.kept(request) for count in layer]
+        self.pool.copy_pages(*self.tables.shrink(request.slot, kept, before, after))
 
 
 class QueryWindows:

@@ -13,19 +13,17 @@ from vllm_kvplug.lifecycle import Lifecycle
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.tiers.codecs import Codec
+from vllm_kvplug.tiers.host import HostPool, Staging
+from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
+from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.retrieval import Peers, Retriever, Tiers
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 UNBOUNDED = 1 << 30
 """Ring size of a head that only appends."""
-
-
-@dataclass
-class LiveRequest:
-    """A request that holds blocks. prefill_end: tokens after which its prompt is complete."""
-
-    slot: int
-    prefill_end: int
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,22 @@ class Runtime:
     geometry: Geometry
     device: torch.device
     max_batch: int
+    peers: Peers | None = None
     live: dict[str, LiveRequest] = field(default_factory=dict)
     pool: PagePool | None = None
     tables: PageTables | None = None
     runner: Any = None
 
     def __post_init__(self) -> None:
-        self.plan = self.policy.plan()
         self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
         self.sinks = self.policy.ring.sinks if self.policy.ring else 0
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
-        self._finishing: list[tuple[str, int]] = []
+        self._decoding: list[tuple[LiveRequest, int]] = []
         self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
+        retrieval = self.policy.retrieval
+        self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
+        self.retriever: Retriever | None = None
 
     # ---- memory
 
@@ -85,13 +86,24 @@ class Runtime:
 
     def fixed_bytes(self) -> int:
         """Device memory beside the KV pool that does not depend on its size."""
-        return self.table_sizes(0).fixed_bytes() + self.windows.fixed_bytes() + self._place_bytes() + self._workspace()
+        staging = self._staging_tokens() * 2 * self.geometry.head_dim * self._itemsize
+        pivots = self.pivots.fixed_bytes() if self.pivots else 0
+        tables = self.table_sizes(0).fixed_bytes() + self._place_bytes()
+        return tables + self.windows.fixed_bytes() + pivots + staging + self._workspace()
 
     def bytes_per_block(self) -> int:
         return self.table_sizes(0).bytes_per_block()
 
     def _place_bytes(self) -> int:
         return 8 * self.max_batch * self.geometry.heads
+
+    def _staging_tokens(self) -> int:
+        """Room for two fetches of the largest cluster of this rank at the longest prompt."""
+        if self.policy.retrieval is None:
+            return 0
+        kept, heads = self.policy.plan().kept(self.geometry.max_tokens), self.geometry.head_range
+        clusters = self.policy.retrieval.clusters
+        return 2 * max(sum(kept[c.layer][h] for h in c.satellites if h in heads) for c in clusters)
 
     def _workspace(self) -> int:
         """Transient memory of one layer's prompt attention and scoring, which vLLM's profile run does not see."""
@@ -111,8 +123,20 @@ class Runtime:
         self.tables = PageTables(self.table_sizes(blocks), self.device)
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
-        self.prompt_end = PromptEnd(self.policy, self.plan, g, self.pool, self.tables)
+        self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
+        self.prompt_end = PromptEnd(g, self.pool, self.tables)
+        if self.policy.retrieval and self.pivots:
+            codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
+            host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
+            staging = Staging(self._staging_tokens(), g.head_dim, g.dtype, self.device)
+            tiers = Tiers(host, staging, Lane(self.device), self.peers)
+            self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
         self._load_kernels()
+
+    def close(self) -> None:
+        """Finish what is in the background. The engine is shutting down."""
+        if self.retriever:
+            self.retriever.tiers.lane.close()
 
     def _load_kernels(self) -> None:
         """Run the ops on one padding row: kernels compile at start-up, never inside a graph capture."""
@@ -142,21 +166,30 @@ class Runtime:
         if gone:
             assert self.tables is not None
             self.tables.free([request.slot for request in gone])
-            for request in gone:
-                self.windows.drop(request.slot)
-                self._free_slots.append(request.slot)
-        for request_id, prefill_end in lifecycle.admitted.items():
-            self.live[request_id] = LiveRequest(self._free_slots.pop(), prefill_end)
-        self._finishing = []
+        for request in gone:
+            self.windows.drop(request.slot)
+            if self.retriever:
+                self.retriever.end(request)
+            self._free_slots.append(request.slot)
+        for request_id, admission in lifecycle.admitted.items():
+            request = LiveRequest.admit(self._free_slots.pop(), admission, self.policy)
+            self.live[request_id] = request
+            if self.retriever:
+                self.retriever.begin(request)
+        if self.retriever:
+            self.retriever.begin_step()
+        self._decoding = []
         self.in_step = True
 
     def padding_step(self, rows: int, tokens: int) -> Step:
         """The metadata of a warm-up, profiling or capture batch: nothing is read or written."""
         if self.pool is None:
-            return Step(0, torch.empty(0, dtype=torch.int32), torch.empty((0, self.geometry.heads), dtype=torch.int64))
+            nothing = torch.empty(0, dtype=torch.int64)
+            return Step(0, nothing.int(), nothing, nothing.expand(0, self.geometry.heads))
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
-        return Step(rows if rows == tokens else 0, self._row_slot[:rows], self._place[:tokens])
+        decode_rows = rows if rows == tokens else 0
+        return Step(decode_rows, self._row_slot[:rows], self._phase[:rows], self._place[:tokens])
 
     def prepare(
         self,
@@ -180,15 +213,15 @@ class Runtime:
         decode_rows = next((i for i, count in enumerate(counts) if count != 1), len(rows))
         if decode_rows == len(rows):  # a captured graph may replay it with padding rows
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
-        slots = torch.full((decode_rows,), -1, dtype=torch.int64)
         live_decodes = min(decode_rows, len(rows))
-        slots[:live_decodes] = torch.tensor([r.slot for r in rows[:live_decodes]], dtype=torch.int64)
-        for i in range(live_decodes):
-            self._note_decode(request_ids[i], rows[i], lengths[i])
+        slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
+        phases = [self._begin_decode(rows[i], lengths[i]) for i in range(live_decodes)]
         self._place[:padded_tokens] = -1
         if decode_rows:
-            on_device = self._upload(slots)
+            on_device = self._upload(torch.tensor(slots, dtype=torch.int64))
             self._row_slot[:decode_rows] = on_device.int()
+            if self.retriever:
+                self._phase[:live_decodes] = self._upload(torch.tensor(phases, dtype=torch.int64))
             last = device_lengths[:decode_rows] - 1
             self._place[:decode_rows] = self.tables.append(
                 on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens
@@ -197,28 +230,39 @@ class Runtime:
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
             for i in range(decode_rows, len(rows))
         )
-        return Step(decode_rows, self._row_slot[:decode_rows], self._place[:padded_tokens], prefill)
+        slots_of_rows, phase_of_rows = self._row_slot[:decode_rows], self._phase[:decode_rows]
+        return Step(decode_rows, slots_of_rows, phase_of_rows, self._place[:padded_tokens], prefill)
 
     def end_step(self) -> None:
-        """After the last layer: finish the prompts that ended in a decode row, and give pages back."""
-        assert self.tables is not None
-        for request_id, length in self._finishing:
-            request = self.live[request_id]
-            if length < request.prefill_end:
-                self.windows.keep_last(request.slot, length - 1, request.prefill_end)
+        """After the last layer: end the prompts that ended in a decode row, and check decoding ones for drift."""
+        for request, length in self._decoding:
+            if length > request.prefill_end:
+                if self.retriever:
+                    self.retriever.after_decode(request, length)
                 continue
-            for layer in range(self.geometry.layers):
-                queries = self.windows.take_last(request.slot, layer, request.prefill_end)
-                self.prompt_end.compact_layer(request.slot, layer, queries, request.prefill_end)
-            self._give_back(request)
-        self._finishing = []
+            if self.retriever:
+                self.retriever.store_token(request, length - 1)
+            if length == request.prefill_end:
+                for layer in range(self.geometry.layers):
+                    queries = self.windows.take_last(request.slot, layer, request.prefill_end)
+                    self._end_prompt(request, layer, queries)
+            elif length > request.prefill_end - self.policy.query_window:
+                self.windows.keep_last(request.slot, length - 1, request.prefill_end)
+        self._decoding = []
         self.in_step = False
 
-    def _note_decode(self, request_id: str, request: LiveRequest, length: int) -> None:
-        """Remember a one-token prompt chunk in a decode row whose query the scorer will need."""
-        if self.policy.evicts_after_prefill:
-            if request.prefill_end - max(self.policy.query_window, 1) < length <= request.prefill_end:
-                self._finishing.append((request_id, length))
+    def _begin_decode(self, request: LiveRequest, length: int) -> int:
+        """Before a row of one token runs: land what is due. Returns the place of its query in the drift window.
+
+        The row may be a prompt's: a chunk of one token.
+        """
+        if request.plan.shrinks and (self.retriever or length <= request.prefill_end):
+            self._decoding.append((request, length))
+        if self.retriever is None:
+            return 0
+        if length > request.prefill_end:
+            self.retriever.before_decode(request, length)
+        return max(length - request.prefill_end - 1, 0) % self.retriever.retrieval.window
 
     def _place_chunk(
         self, request_id: str, request: LiveRequest, first: int, count: int, end: int, row: torch.Tensor
@@ -227,26 +271,38 @@ class Runtime:
         start, tokens = end - count, slice(first, first + count)
         place = self.tables.extend(request.slot, row, start, end, self.sinks, self.ring_tokens)
         self._place[tokens] = place
-        finishing = self.policy.evicts_after_prefill and end == request.prefill_end
+        finishing = request.plan.shrinks and end == request.prefill_end
         stored = min(start, self.ring_tokens)
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
 
-    def finish_layer(self, row: PrefillRow, layer: int, query: torch.Tensor) -> None:
-        """After a layer's attention of a prompt chunk: keep the last queries, or score and compact with them."""
-        if not self.policy.evicts_after_prefill:
-            return
+    def record_decodes(self, step: Step, layer: int, query: torch.Tensor) -> None:
+        """Keep what scorers and drift checks need of the decode rows' queries. Safe inside a captured graph."""
+        self.windows.record_decodes(step.row_slot, layer, query)
+        if self.pivots:
+            self.pivots.record(step.row_slot, step.phase, layer, query)
+
+    def finish_layer(
+        self, row: PrefillRow, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """After a layer's attention of a prompt chunk: offload it, and keep the last queries or cut the prompt."""
         request = self.live[row.request_id]
+        if not request.plan.shrinks:
+            return
+        if self.retriever:
+            self.retriever.store(request, layer, row.start, key, value)
         if not row.finishing:
             self.windows.keep(row.slot, layer, query, row.start, request.prefill_end)
             return
-        queries = self.windows.take(row.slot, layer, query, row.start, row.end)
-        self.prompt_end.compact_layer(row.slot, layer, queries, row.end)
-        if layer == self.geometry.layers - 1:
-            self._give_back(request)
+        self._end_prompt(request, layer, self.windows.take(row.slot, layer, query, row.start, row.end))
 
-    def _give_back(self, request: LiveRequest) -> None:
-        self.prompt_end.give_back(request.slot, request.prefill_end)
-        self.windows.drop(request.slot)
+    def _end_prompt(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> None:
+        """One layer of a complete prompt: score and compact; after the last layer, give pages back."""
+        if self.retriever:
+            self.retriever.prompt_done(request, layer, queries[-1])
+        self.prompt_end.compact_layer(request, layer, queries)
+        if layer == self.geometry.layers - 1:
+            self.prompt_end.give_back(request)
+            self.windows.drop(request.slot)
 
     def _upload(self, values: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

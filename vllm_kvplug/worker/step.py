@@ -32,11 +32,13 @@ class Step:
     persistent, so that a captured graph reads this step's values. The rest are `prefill` rows.
 
     row_slot: int32 [decode_rows], the slot of each row's request, -1 for padding.
+    phase: int64 [decode_rows], the place of each row's query in the window of the next drift check.
     place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
     """
 
     decode_rows: int
     row_slot: torch.Tensor
+    phase: torch.Tensor
     place: torch.Tensor
     prefill: tuple[PrefillRow, ...] = ()
 

@@ -101,6 +101,11 @@ class PolicyWorkerMixin:
         self.runtime.bind(layers[name].kv_cache, kv_cache_config.num_blocks)
         return result
 
+    def shutdown(self) -> None:
+        super().shutdown()  # type: ignore[misc]
+        if hasattr(self, "runtime"):
+            self.runtime.close()
+
     def execute_model(self, scheduler_output: Any) -> Any:
         lifecycle = getattr(scheduler_output, ATTRIBUTE, None)
         if lifecycle is None:  # vLLM's warm-up makes up batches of its own: padding rows to us

@@ -1,0 +1,42 @@
+"""What is checked of a request before it enters the engine; over HTTP a failure is a status 400."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvplug.config import CONFIG_FLAG
+from vllm_kvplug.options import OptionError, parse_options
+from vllm_kvplug.policies.base import Policy
+
+
+def check_request(
+    policy: Policy[Any], extra_args: Mapping[str, Any] | None, prompt_len: int, longest: int, itemsize: int
+) -> None:
+    """OptionError for options that cannot be served, or a host tier that could never hold the request.
+
+    longest: tokens of prompt and answer at most; a preempted request computes its answer as part of its prompt.
+    itemsize: bytes of an element of K and V.
+    """
+    options = parse_options(extra_args)
+    beyond = [end for _, end in options.protect if end > prompt_len]
+    if beyond:
+        raise OptionError(f"kvplug.protect: the prompt has {prompt_len} tokens, a range ends at {beyond[0]}")
+    served = policy.for_request(options)
+    need, capacity = served.host_slots(longest), policy.host_capacity(itemsize)
+    if need > capacity:
+        raise OptionError(
+            f"a request of up to {longest} tokens needs {need} slots of host memory per rank and host_gib="
+            f"{policy.config.host_gib:g} has {capacity}: lower max_tokens, raise host_gib in {CONFIG_FLAG}, or set it "
+            "to 0, which turns retrieval off"
+        )
+
+
+def longest_request(policy: Policy[Any], most: int, itemsize: int) -> int:
+    """The longest request, up to `most` tokens, that the host tier can hold on its own; 0 if none."""
+    capacity = policy.host_capacity(itemsize)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if policy.host_slots(middle) <= capacity else (low, middle - 1)
+    return low

@@ -1,0 +1,100 @@
+"""What one request may ask of the KV policy: `kvplug.*` keys of its sampling parameters' `extra_args`.
+
+Over HTTP these are `vllm_xargs`, whose values are numbers, strings and flat lists of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "kvplug."
+KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off")
+
+
+class OptionError(ValueError):
+    """A `kvplug.*` option that cannot be served; the message names the option."""
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options of one request, checked.
+
+    budget: share of the prompt to keep, in the policy's own measure (rho, ratio); None for the server's.
+    protect: ranges [start, end) of prompt tokens that no head may drop; ascending and disjoint.
+    off: keep everything, as stock vLLM does.
+    """
+
+    budget: float | None = None
+    protect: tuple[tuple[int, int], ...] = ()
+    off: bool = False
+
+    def protected(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens are protected."""
+        return sum(max(min(end, tokens) - start, 0) for start, end in self.protect)
+
+    def protecting(self, *ranges: tuple[int, int]) -> RequestOptions:
+        """The same with more protected ranges."""
+        return RequestOptions(self.budget, _disjoint([*self.protect, *ranges]), self.off)
+
+
+def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """The options among a request's `extra_args`; OptionError for an unknown or malformed one."""
+    given = {key: value for key, value in (extra_args or {}).items() if key.startswith(PREFIX)}
+    unknown = sorted(given.keys() - set(KEYS))
+    if unknown:
+        raise OptionError(f"{unknown[0]}: no such option; there are {', '.join(KEYS)}")
+    options = RequestOptions(
+        _share(given.get("kvplug.budget")), _ranges(given.get("kvplug.protect")), _flag(given.get("kvplug.off"))
+    )
+    if options.off and options.budget is not None:
+        raise OptionError("kvplug.off keeps everything: remove kvplug.budget")
+    return options
+
+
+def _share(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        share = float(value)
+    except (TypeError, ValueError):
+        raise OptionError(f"kvplug.budget must be a number, got {value!r}") from None
+    if not 0 < share <= 1:
+        raise OptionError(f"kvplug.budget must be above 0 and at most 1, got {value!r}")
+    return share
+
+
+def _flag(value: Any) -> bool:
+    if value in (None, False, 0, "false", "0"):
+        return False
+    if value in (True, 1, "true", "1"):
+        return True
+    raise OptionError(f"kvplug.off must be true or false, got {value!r}")
+
+
+def _ranges(value: Any) -> tuple[tuple[int, int], ...]:
+    """[[start, end], ...], or flat [start, end, start, end], or the JSON of either."""
+    if value is None:
+        return ()
+    expected = f"kvplug.protect must be token ranges [start, end, start, end, ...], got {value!r}"
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        flat = [int(n) for item in given for n in (item if isinstance(item, list | tuple) else [item])]
+    except (TypeError, ValueError):
+        raise OptionError(expected) from None
+    pairs = list(zip(flat[::2], flat[1::2], strict=False))
+    if len(flat) % 2 or any(start < 0 or end <= start for start, end in pairs):
+        raise OptionError(f"{expected}; each needs 0 <= start < end")
+    return _disjoint(pairs)
+
+
+def _disjoint(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return tuple(merged)

@@ -1,0 +1,80 @@
+"""A live request as the worker sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_kvplug.lifecycle import Admission
+from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.tiers.lane import Ticket
+
+
+@dataclass
+class Flight:
+    """A cluster's tokens on their way from the host.
+
+    due: the request's length in the first step that sees them. heads: flat heads of this rank. positions: int64,
+    ascending, one tensor per head. staged: where they wait, or None if staging was full. pieces: fetches that the
+    limit per step still holds back. ticket: of the last fetch submitted.
+    """
+
+    cluster: int
+    due: int
+    heads: list[int]
+    positions: list[torch.Tensor]
+    staged: slice | None
+    pieces: list[Any] = field(default_factory=list)
+    ticket: Ticket | None = None
+
+
+@dataclass
+class Check:
+    """A drift check whose outcome is on its way to the host.
+
+    length: of the request at the check. flags: bool [local clusters], in host memory once `ready` has happened.
+    orders: rankings of the newest query of each local cluster's pivot, on the device.
+    """
+
+    length: int
+    clusters: list[int]
+    flags: torch.Tensor
+    orders: list[torch.Tensor]
+    ready: Any
+
+
+@dataclass
+class Offloaded:
+    """A request's share of the host tier, and its retrievals.
+
+    heads: flat heads of this rank whose prompt is there, in ascending order. slots: int64 [heads, host slots] on
+    the CPU. base_head: by cluster whose pivot this rank holds, the KV head of the rank that made the baseline.
+    """
+
+    heads: list[int]
+    slots: torch.Tensor
+    base_head: dict[int, int]
+    flights: dict[int, Flight] = field(default_factory=dict)
+    check: Check | None = None
+
+    def row(self, head: int) -> torch.Tensor:
+        return self.slots[self.heads.index(head)]
+
+
+@dataclass
+class LiveRequest:
+    """A request that holds blocks. policy, plan: as its options make them."""
+
+    slot: int
+    prefill_end: int
+    policy: Policy
+    plan: PagePlan
+    offloaded: Offloaded | None = None
+
+    @classmethod
+    def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:
+        served = policy.for_request(admission.options)
+        return cls(slot, admission.prefill_end, served, served.plan())
