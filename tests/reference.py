@@ -158,7 +158,9 @@ class HeteroCache(Rule):
 
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
     """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
-    wanted = budget_tokens if budget_tokens is not None else int(tokens * Fraction(str(0.5 if ratio is None else ratio)))
+    wanted = (
+        budget_tokens if budget_tokens is not None else int(tokens * Fraction(str(0.5 if ratio is None else ratio)))
+    )
     return max(1, min(wanted, tokens))
 
 
