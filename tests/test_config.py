@@ -400,7 +400,10 @@ REFUSED = {
         {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
         "--decode-context-parallel-size",
     ),
-    "microbatches": ({"ubatch_size": 2}, "--ubatch-size"),  # the CPU platform clears --enable-dbo by itself
+    "microbatches": (  # by their number, since the CPU platform clears --enable-dbo by itself
+        {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
+        "--ubatch-size",
+    ),
     "pooling": ({"runner": "pooling"}, "--kv-policy"),
 }
 
