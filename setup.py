@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 import csrc  # noqa: E402
 
 # Folders that stand beside the package in the repository and inside it once installed.
-MAPPED = {f"vllm_kvplug.{name}": name for name in ("csrc", "kernels", "profiles")}
+MAPPED = {f"vllm_kvplug.{n}": n.replace(".", "/") for n in ("csrc", "csrc.cpu", "csrc.cuda", "kernels", "profiles")}
 
 
 def extension() -> dict:
@@ -26,8 +26,9 @@ def extension() -> dict:
     cuda = csrc.has_cuda()
     kind = CUDAExtension if cuda else CppExtension
     paths = [os.path.relpath(path, ROOT) for path in csrc.sources(cuda)]
+    flags = {"extra_compile_args": csrc.compile_flags(), "extra_link_args": csrc.LINK_FLAGS}
     return {
-        "ext_modules": [kind("vllm_kvplug._C", paths, extra_compile_args=csrc.compile_flags())],
+        "ext_modules": [kind("vllm_kvplug._C", paths, **flags)],
         "cmdclass": {"build_ext": BuildExtension},
     }
 
@@ -36,7 +37,9 @@ setup(
     packages=find_packages(include=["vllm_kvplug", "vllm_kvplug.*"]) + list(MAPPED),
     package_dir=MAPPED,
     package_data={
-        "vllm_kvplug.csrc": ["*.h", "*.cpp", "cpu/*", "cuda/*"],
+        "vllm_kvplug.csrc": ["*.h", "*.cpp"],
+        "vllm_kvplug.csrc.cpu": ["*.h", "*.cpp"],
+        "vllm_kvplug.csrc.cuda": ["*.cu"],
         "vllm_kvplug.profiles": ["*.json"],
     },
     **extension(),

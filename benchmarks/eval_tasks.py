@@ -118,7 +118,7 @@ def main() -> None:
         metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
         rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs})
         print(name, f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-    report.write(args.out, report.result(f"{key} {args.dtype}", metrics, rows))
+        report.write(args.out, report.result(f"{key} {args.dtype}", metrics, rows))  # a stop loses one run only
 
 
 def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,14 +15,18 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def commit() -> str:
-    """Commit of the code that runs; a copy without .git is told by KVPLUG_COMMIT."""
+def _commit() -> str:
+    """Commit of this checkout; a copy without .git is told by KVPLUG_COMMIT."""
     if "KVPLUG_COMMIT" in os.environ:
         return os.environ["KVPLUG_COMMIT"]
     git = ["git", "-C", str(Path(__file__).parent)]
     dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
     head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return head + ("-dirty" if dirty else "")
+
+
+COMMIT = _commit()
+"""Of the code that runs: taken when it starts, since a checkout may move on while a long measurement runs."""
 
 
 def versions() -> dict[str, str]:
@@ -52,7 +56,7 @@ def result(name: str, metrics: dict[str, float], rows: list[dict[str, Any]]) -> 
     return {
         "name": name,
         "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
-        "commit": commit(),
+        "commit": COMMIT,
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "machine": machine(),

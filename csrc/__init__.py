@@ -8,6 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 
+# Named, because where the linker is called through the C compiler nobody else does: exceptions that torch's checks
+# throw then cross a library without the C++ runtime and end the process.
+LINK_FLAGS = ["-lstdc++"]
+
 
 def sources(cuda: bool) -> list[str]:
     """Absolute paths of the translation units."""

@@ -173,7 +173,8 @@ class HeteroCache(Rule):
 
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
     """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
-    wanted = budget_tokens if budget_tokens is not None else int(tokens * Fraction(str(0.5 if ratio is None else ratio)))
+    share = Fraction(str(0.5 if ratio is None else ratio))
+    wanted = int(tokens * share) if budget_tokens is None else budget_tokens
     return max(1, min(wanted, tokens))
 
 

@@ -400,6 +400,10 @@ REFUSED = {
         {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
         "--decode-context-parallel-size",
     ),
+    "microbatches": (  # by their number, since the CPU platform clears --enable-dbo by itself
+        {"ubatch_size": 2, "all2all_backend": "deepep_low_latency"},
+        "--ubatch-size",
+    ),
     "pooling": ({"runner": "pooling"}, "--kv-policy"),
 }
 
@@ -442,7 +446,11 @@ def finished_config(**changes: Any) -> SimpleNamespace:
     )
     cache = SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto")
     parallel = SimpleNamespace(
-        pipeline_parallel_size=1, data_parallel_size=1, decode_context_parallel_size=1, tensor_parallel_size=1
+        pipeline_parallel_size=1,
+        data_parallel_size=1,
+        decode_context_parallel_size=1,
+        tensor_parallel_size=1,
+        use_ubatching=False,
     )
     parts = {"model": model, "cache": cache, "parallel": parallel, "text": model.hf_text_config}
     config = SimpleNamespace(
@@ -473,6 +481,7 @@ def finished_config(**changes: Any) -> SimpleNamespace:
         ({"cache__cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype fp8_e4m3"]),
         ({"cache__cache_dtype": "float16"}, ["--kv-cache-dtype float16"]),
         ({"model__enable_sleep_mode": True}, ["--enable-sleep-mode"]),
+        ({"parallel__use_ubatching": True}, ["dual-batch overlap", "--enable-dbo", "--ubatch-size"]),
         ({"parallel__tensor_parallel_size": 3}, ["--tensor-parallel-size"]),
         ({"parallel__tensor_parallel_size": 12}, ["--tensor-parallel-size"]),
         ({"config__speculative_config": object()}, ["--speculative-config"]),

@@ -144,9 +144,7 @@ def test_kept_sizes_and_decoded_tokens(reference: Reference, rule: Rule) -> None
 
 @pytest.mark.parametrize("rule", [SnapKV(1.0), RandomKeep(1.0), HeteroCache(PROFILE, rho=1.0)], ids=repr)
 def test_a_full_budget_is_full(reference: Reference, rule: Rule) -> None:
-    assert torch.equal(
-        reference.replay(PROMPT, rule, STEPS).logits, reference.replay(PROMPT, Full(), STEPS).logits
-    )
+    assert torch.equal(reference.replay(PROMPT, rule, STEPS).logits, reference.replay(PROMPT, Full(), STEPS).logits)
 
 
 def test_forcing_its_own_tokens_changes_nothing(reference: Reference) -> None:

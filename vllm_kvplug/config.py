@@ -119,10 +119,16 @@ def parse_knobs(config_class: type[PolicyConfig], name: str, knobs: dict[str, An
         return config_class(**knobs)
     except ValidationError as error:
         known = ", ".join(sorted(config_class.model_fields))
-        wrong = "; ".join(
-            f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']}" for item in error.errors()
-        )
-        raise PolicyError(f"{CONFIG_FLAG} for policy '{name}': {wrong}. Knobs of this policy: {known}.") from None
+        raise PolicyError(
+            f"{CONFIG_FLAG} for policy '{name}': {explain(error)}. Knobs of this policy: {known}."
+        ) from None
+
+
+def explain(error: ValidationError) -> str:
+    """Everything that is wrong, in one line: where, and why."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in item['loc']) or 'config'}: {item['msg']}" for item in error.errors()
+    )
 
 
 def split_request(value: Any) -> tuple[str, dict[str, Any]]:

@@ -41,6 +41,8 @@ def _refusals(config: Any) -> list[tuple[Any, str, str]]:
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use --pipeline-parallel-size 1"),
         (parallel.data_parallel_size > 1, "data parallelism", "use --data-parallel-size 1 and several servers"),
         (parallel.decode_context_parallel_size > 1, "context parallelism", "use --decode-context-parallel-size 1"),
+        # Both halves of a batch would go through one set of persistent row tensors.
+        (parallel.use_ubatching, "dual-batch overlap", "remove --enable-dbo and --ubatch-size"),
         (_splits_unevenly(model, parallel), "a tensor split that cuts a KV head", "change --tensor-parallel-size"),
     ]
 

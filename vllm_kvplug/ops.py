@@ -41,7 +41,7 @@ def load_library() -> None:
 def _build_library(reason: str) -> None:
     from torch.utils import cpp_extension
 
-    from vllm_kvplug.csrc import compile_flags, has_cuda, sources
+    from vllm_kvplug.csrc import LINK_FLAGS, compile_flags, has_cuda, sources
 
     cuda = has_cuda()
     flags = compile_flags()
@@ -54,6 +54,7 @@ def _build_library(reason: str) -> None:
             sources=sources(cuda),
             extra_cflags=flags["cxx"],
             extra_cuda_cflags=flags["nvcc"],
+            extra_ldflags=LINK_FLAGS,
             with_cuda=cuda,
             is_python_module=False,
         )

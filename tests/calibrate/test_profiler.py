@@ -291,7 +291,7 @@ def test_bad_options_are_refused_before_the_model_is_loaded(tmp_path):
             command.run(args)
 
 
-def test_smallest_ratio_is_feasible_and_barely_so():
+def test_smallest_rho_is_feasible_and_barely_so():
     roles = [["pivot", "satellite", "volatile"]] * 30
     profile = HeadProfile.model_validate(
         {
@@ -302,6 +302,6 @@ def test_smallest_ratio_is_feasible_and_barely_so():
             "provenance": {"source": "test", "date": "2026-01-01"},
         }
     )
-    ratio = command.smallest_ratio(profile)
+    ratio = profile.smallest_rho
     assert int(ratio * 90) > profile.num_full == 60
     assert int((ratio - 0.01) * 90) <= 60

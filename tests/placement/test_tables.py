@@ -230,6 +230,24 @@ def test_padding_rows_change_nothing(ring: int):
     assert not tables.lengths[-1].any() and int(tables._taken[-1]) == 0
 
 
+@pytest.mark.parametrize("sinks, ring", [(0, UNBOUNDED), (4, 20), (0, 1), (16, 32)])
+@pytest.mark.parametrize("position", [-(1 << 31), -17, 3 * BORDER, (1 << 30) + 5, (1 << 31) - 1])
+def test_padding_rows_with_garbage_index_nothing(sinks: int, ring: int, position: int):
+    """A captured graph's spare rows hold whatever vLLM left there, as positions and as block ids."""
+    tables, blocks = make_tables(), row_of(4, 6, 7, 0)
+    tables.extend(1, blocks, 0, 20, sinks, ring)
+    reference = make_tables()
+    reference.extend(1, blocks, 0, 20, sinks, ring)
+    slots = torch.tensor([1, -1, -1])
+    rows = torch.cat([blocks, torch.full((2, 4), 1 << 20, dtype=torch.int32)])
+    positions = torch.tensor([20, position, position], dtype=torch.int32)
+    found = tables.append(slots, rows, positions, sinks, ring)
+    assert torch.equal(found[0], append_at(reference, 1, blocks, 20, sinks, ring))
+    assert (found[1:] == -1).all()
+    assert_same(snapshot(reference), snapshot(tables))
+    check_integrity(tables, {1: [4, 6, 7]})
+
+
 def test_padding_rows_between_live_ones():
     alone, mixed, row = make_tables(), make_tables(), row_of(4, 6)
     for position in range(20):

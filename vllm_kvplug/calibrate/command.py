@@ -3,7 +3,6 @@
 import argparse
 import datetime
 import json
-import math
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,11 +130,6 @@ def read_texts(files: list[Path]) -> list[tuple[str, str]]:
     return texts
 
 
-def smallest_ratio(profile: HeadProfile) -> float:
-    """HeteroCache needs int(rho*N) > N_full: full heads are paid first, the rest is shared. 3 decimals."""
-    return math.ceil(1000 * (profile.num_full + 1) / profile.num_heads) / 1000
-
-
 def summary(profile: HeadProfile) -> Table:
     table = Table(title=f"head profile of {profile.model.name}", show_header=False)
     for role in ROLES:
@@ -144,7 +138,7 @@ def summary(profile: HeadProfile) -> Table:
     budgets = [r for row in profile.weights for r in row if r != NO_WEIGHT]
     if budgets:
         table.add_row("budget r", f"{min(budgets):.2f} to {max(budgets):.2f}, mean 1")
-        table.add_row("smallest ratio", f"{smallest_ratio(profile):.3f}")
+        table.add_row("smallest rho", str(profile.smallest_rho))
     else:
         table.add_row("budget r", "no head can be compressed: lower --tau-sim or --tau-stable")
     return table

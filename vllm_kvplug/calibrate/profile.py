@@ -141,6 +141,11 @@ class HeadProfile(_Frozen):
     def num_compressed(self) -> int:
         return self.num_heads - self.num_full
 
+    @property
+    def smallest_rho(self) -> float:
+        """HeteroCache needs int(rho*N) > N_full: full heads are paid first, the rest is shared. 3 decimals."""
+        return -(-1000 * (self.num_full + 1) // self.num_heads) / 1000
+
     def count(self, role: Role) -> int:
         return sum(row.count(role) for row in self.roles)
 

@@ -42,6 +42,16 @@ class TableSizes:
         return ceil_div(ceil_div(self.max_tokens, PAGE), CHUNK)
 
     @property
+    def spares(self) -> int:
+        """Pages that a request may have left over after shrinking and still come to need.
+
+        Blocks follow the neediest tensor-parallel rank. Another rank has more left over, but never takes more
+        than 2 * heads of it before the blocks that come for new tokens: heads grow by n / 16 pages, rounded
+        either way, so ranks differ by at most a page a head, and the neediest had less than a block over.
+        """
+        return 2 * self.heads
+
+    @property
     def chunks(self) -> int:
         """Enough for every page to be listed, with one partly filled chunk per (slot, head)."""
         return self.blocks * self.heads // CHUNK + (self.slots + 1) * self.heads
@@ -49,7 +59,7 @@ class TableSizes:
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the number of blocks."""
         directory = (self.slots + 1) * self.heads * (self.chunks_per_head + 1)
-        per_slot = (self.slots + 1) * (2 * self.heads + 6)
+        per_slot = (self.slots + 1) * (self.heads + self.spares + 6)
         partial_chunks = (self.slots + 1) * self.heads * (CHUNK + 1)
         return 4 * (directory + per_slot + partial_chunks)
 
@@ -73,7 +83,7 @@ class PageTables:
         # Pages are taken from the spare list first, then from the row's blocks, `first_row` onwards.
         self._taken = torch.zeros(slots, dtype=torch.int64, device=device)
         self._first_row = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._spare = torch.zeros((slots, heads), dtype=torch.int32, device=device)
+        self._spare = torch.zeros((slots, sizes.spares), dtype=torch.int32, device=device)
         self._num_spare = torch.zeros(slots, dtype=torch.int64, device=device)
 
     # ---- reading
@@ -112,7 +122,7 @@ class PageTables:
         """Page ids of the rank-th pages taken by each request, [R, most, heads]."""
         heads = self.sizes.heads
         spare = self._num_spare[slots][:, None, None]
-        listed = self._spare[slots[:, None, None], rank.clamp(0, heads - 1)].long()
+        listed = self._spare[slots[:, None, None], rank.clamp(0, self.sizes.spares - 1)].long()
         fresh = (rank - spare).clamp_min(0)
         row_index = (self._first_row[slots][:, None, None] + fresh // heads).clamp_max(rows.shape[1] - 1)
         block = rows.long().gather(1, row_index.flatten(1)).view_as(row_index)
@@ -207,7 +217,7 @@ class PageTables:
 
         The tokens a head keeps are already its first ones. Pages in blocks that stay do not move; the
         others move into pages that heads have left. Returns (source, target) page ids int64 for the
-        caller to copy (the two never overlap). Pages left over are the next ones the request takes.
+        caller to copy (the two never overlap). Pages left over are the next ones the request takes, `spares` at most.
         """
         pages = [ceil_div(tokens, PAGE) for tokens in kept]
         movers = [(h, j) for h, count in enumerate(pages) for j in range(after, count)]
@@ -221,7 +231,7 @@ class PageTables:
             head, entry = torch.tensor(movers).to(device, non_blocking=True).unbind(1)
             chunk = self.directory[slot, head, entry // CHUNK].long()
             self.chunks[chunk, entry % CHUNK] = target[: len(movers)].int()
-        spare = target[len(movers) :]
+        spare = target[len(movers) :][: self.sizes.spares]
         self._spare[slot, : len(spare)] = spare.int()
         self._num_spare[slot] = len(spare)
         self._taken[slot] = 0

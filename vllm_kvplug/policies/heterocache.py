@@ -13,12 +13,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped
 from vllm_kvplug.components.allocators import water_fill
 from vllm_kvplug.components.scorers import prompt_attention, smooth
-from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, share_of
+from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, explain, share_of
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Cluster, Policy, PromptView, Retrieval
@@ -105,11 +105,10 @@ class HeteroCache(Policy[HeteroCacheConfig]):
     def check_budget(self) -> None:
         paid, rho = share_of(self.config.rho, self.shape.heads), self.config.rho
         if paid <= self.profile.num_full and self.profile.num_compressed and rho < 1:
-            least = (self.profile.num_full + 1) / self.shape.heads
             raise PolicyError(
                 f"heterocache: rho={rho} pays for {paid} of {self.shape.heads} heads, but the profile keeps "
-                f"{self.profile.num_full} heads (volatile and pivot) whole. Set rho above {least:.3f} in "
-                f"{CONFIG_FLAG}, or profile the model with a lower --tau-stable or --tau-sim."
+                f"{self.profile.num_full} heads (volatile and pivot) whole. Set rho to {self.profile.smallest_rho} or "
+                f"more in {CONFIG_FLAG}, or profile the model with a lower --tau-stable or --tau-sim."
             )
 
     def kept(self, prompt_len: int) -> Kept:
@@ -151,7 +150,8 @@ def load_profile(path: str | None, shape: ModelShape) -> HeadProfile:
     except OSError as error:
         raise PolicyError(f"heterocache: cannot read the profile in {CONFIG_FLAG}: {error}") from None
     except ValueError as error:
-        raise PolicyError(f"heterocache: {found} is not a head profile: {error}") from None
+        reason = explain(error) if isinstance(error, ValidationError) else error
+        raise PolicyError(f"heterocache: {found}, the profile in {CONFIG_FLAG}, is no head profile: {reason}") from None
     made_for = (profile.model.layers, profile.model.kv_heads, profile.model.query_heads, profile.model.head_dim)
     needed = (shape.layers, shape.kv_heads, shape.query_heads, shape.head_dim)
     if made_for != needed:
