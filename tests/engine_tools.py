@@ -263,7 +263,8 @@ class Watch:
                 live = self.runtime.live[request_id]
                 if snapshots:
                     flat = kept_positions(self.runtime.tables, live.slot)
-                    kept = [flat[i : i + KV_HEADS] for i in range(0, len(flat), KV_HEADS)]
+                    heads = self.runtime.geometry.kv_heads
+                    kept = [flat[i : i + heads] for i in range(0, len(flat), heads)]
                     self.snapshots.setdefault(request_id, []).append(Snapshot(length, live.prefill_end, kept))
                 if pages:
                     heads = range(self.runtime.tables.sizes.heads)
