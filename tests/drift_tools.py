@@ -1,14 +1,15 @@
-"""A model, a profile and engines on which attention drifts: several pivots in a layer, satellites with unlike budgets."""
+"""A model and a profile for drift: several pivots in a layer, out of order, and satellites with unlike budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_tools import Answer, Snapshot, equal_up_to_ties
-from reference import Replay
+from engine_tools import Answer, Snapshot, check_logprobs, equal_up_to_ties
+from reference import Reference
 from reference_drift import Drift, HeteroCacheDrift
 
 LAYERS, KV_HEADS, QUERY_HEADS = 2, 6, 12
@@ -93,17 +94,19 @@ def knobs(profile: Path, rule: HeteroCacheDrift, **more: Any) -> dict[str, Any]:
     }
 
 
-def check_steps(replay: Replay, answer: Answer, snapshots: list[Snapshot], first_exact: bool = True) -> Drift:
+def check_steps(
+    reference: Reference, rule: HeteroCacheDrift, prompt: list[int], answer: Answer, snapshots: list[Snapshot]
+) -> Drift:
     """Asserts that every step of a request saw the reference's tokens in every head, and gave its distribution."""
-    end = snapshots[-1].prompt_end
-    (complete,) = [s for s in snapshots if s.length == end]
-    assert equal_up_to_ties(complete.kept, replay) or not first_exact, "scores tie in this example: choose another"
-    later = [s for s in snapshots if s.prompt_end == end and s.length > end]
-    for snapshot in later:
-        expected = replay.kept[snapshot.length]
-        for layer in range(len(expected)):
-            for head in range(len(expected[layer])):
-                ours, theirs = snapshot.kept[layer][head], expected[layer][head]
-                assert ours == theirs, f"length {snapshot.length} layer {layer} head {head}: {set(ours) ^ set(theirs)}"
+    stored = {s.length: s.kept for s in snapshots}
+    replay = reference.replay(prompt, replace(rule, engine=stored), len(answer.tokens))
+    assert equal_up_to_ties(stored[len(prompt)], replay), "scores tie in this example: choose another"
+    for length, kept in replay.kept.items():
+        for layer in range(len(kept)):
+            for head in range(len(kept[layer])):
+                ours, theirs = set(stored[length][layer][head]), set(kept[layer][head])
+                where = f"length {length} layer {layer} head {head}"
+                assert ours == theirs, f"{where}: kept {ours - theirs}, the reference {theirs - ours}"
+    check_logprobs(answer, replay)
     assert isinstance(replay.watcher, Drift)
     return replay.watcher

@@ -5,12 +5,15 @@ The host tier holds what `reference.State` never deletes: a fetch only flips a s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
-from reference import Budgets, HeteroCache, Layer, Watcher, average_pool, masked_softmax, pick
+from reference import Budgets, HeteroCache, Layer, Positions, Watcher, average_pool, masked_softmax, pick
+
+TIE = 1e-5
+"""Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class HeteroCacheDrift(HeteroCache):
     sees its tokens. step_tokens: fetched tokens that fit a step, which postpones a landing; None: any number.
     released: the released code's budgets (no floor but one token, nothing redistributed), its mix-up of the
     baselines of several pivots in a layer, and its satellites that get the earliest positions, not the best.
+    engine: what an engine's heads stored, by the request's length. Where a fetch of the engine differs from ours in
+    tokens whose scores tie, its choice is taken, so that the steps after it can still be compared.
     """
 
     threshold: float = 0.5
@@ -29,6 +34,7 @@ class HeteroCacheDrift(HeteroCache):
     step_tokens: int | None = None
     released: bool = False
     protect: tuple[tuple[int, int], ...] = ()
+    engine: Mapping[int, Positions] = field(default_factory=dict)
 
     def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
         result = super().budgets(layers, heads, tokens)
@@ -61,6 +67,7 @@ class Group:
     base: set[int] = field(default_factory=set)
     window: list[torch.Tensor] = field(default_factory=list)
     due: int | None = None
+    scores: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     fetched: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -88,8 +95,19 @@ class Drift(Watcher):
                 keep = self.layers[group.layer].keep
                 for head, positions in group.fetched.items():
                     keep[head, : self.tokens] = False
-                    keep[head, positions] = True
+                    keep[head, self._up_to_ties(group, head, positions, length)] = True
                 group.due = None
+
+    def _up_to_ties(self, group: Group, head: int, positions: list[int], length: int) -> list[int]:
+        stored = self.rule.engine.get(length)
+        if stored is None:
+            return positions
+        theirs = [t for t in stored[group.layer][head] if t < self.tokens]
+        swapped = group.scores[sorted(set(theirs) ^ set(positions))]
+        tie = len(theirs) == len(positions) and (
+            not len(swapped) or float(swapped.max() - swapped.min()) <= TIE * float(swapped.max())
+        )
+        return theirs if tie else positions
 
     def after(self, length: int) -> None:
         for group in self.groups:
@@ -101,9 +119,9 @@ class Drift(Watcher):
         steps = 0 if self.rule.step_tokens is None else -(-size // self.rule.step_tokens)
         for group in triggered:
             self.triggers.append((length, group.layer, group.pivot))
-            scores = self._scores(group.layer, group.pivot, group.window[-1])
-            group.base = set(self._top(scores, self.count))
-            group.fetched = {head: self._fetch(group, head, scores) for head in self._cut(group)}
+            group.scores = self._scores(group.layer, group.pivot, group.window[-1])
+            group.base = set(self._top(group.scores, self.count))
+            group.fetched = {head: self._fetch(group, head) for head in self._cut(group)}
             group.due = length + max(self.rule.land_after, steps)
         for group in self.groups:
             group.window.clear()
@@ -116,12 +134,12 @@ class Drift(Watcher):
         self.shares.append(median(len(group.base & set(top)) / self.count for top in tops))
         return self.shares[-1] < self.rule.threshold
 
-    def _fetch(self, group: Group, head: int, scores: torch.Tensor) -> list[int]:
+    def _fetch(self, group: Group, head: int) -> list[int]:
         budget = self.budgets[group.layer][head]
         if self.rule.released:
             most = max(self.budgets[group.layer][h] for h in self._cut(group))
-            return pick(scores, most, 0)[:budget]
-        return pick(scores, budget, 0, self.rule.protect)
+            return pick(group.scores, most, 0)[:budget]
+        return pick(group.scores, budget, 0, self.rule.protect)
 
     def _queries(self, layer: int, pivot: int) -> torch.Tensor:
         """The newest query of every query head of a pivot's group, [G, d]."""
@@ -138,12 +156,3 @@ class Drift(Watcher):
     @staticmethod
     def _top(scores: torch.Tensor, count: int) -> list[int]:
         return pick(scores, count, 0)
-
-
-def with_clusters(profile: dict[str, Any]) -> dict[str, Any]:
-    """A profile of roles and weights in which each layer's one pivot leads all of its satellites."""
-    clusters = []
-    for row in profile["roles"]:
-        satellites = [h for h, role in enumerate(row) if role == "satellite"]
-        clusters.append({h: satellites for h, role in enumerate(row) if role == "pivot"})
-    return {**profile, "clusters": clusters}
