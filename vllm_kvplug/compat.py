@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -12,6 +13,8 @@ from vllm_kvplug import door
 from vllm_kvplug.calibrate.profile import model_fingerprint
 from vllm_kvplug.config import ADDITIONAL_KEY
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.metrics import PolicyMetrics
+from vllm_kvplug.options import OptionError
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.shape import ModelShape
 
@@ -88,6 +91,36 @@ def tokenizer(vllm_config: Any) -> Any:
     return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
 
 
+def has_policy(vllm_config: Any) -> bool:
+    return ADDITIONAL_KEY in (vllm_config.additional_config or ())
+
+
+_METRICS: list[PolicyMetrics] = []
+"""Of the newest engine of this front end: where refusals are counted."""
+
+
+def make_metrics(vllm_config: Any, engines: Sequence[int]) -> PolicyMetrics:
+    _METRICS[:] = [PolicyMetrics(vllm_config.model_config.served_model_name, engines)]
+    return _METRICS[0]
+
+
+def attach_stats(output: Any, stats: dict[str, int]) -> bool:
+    """Let counts ride on a step's output to the scheduler; False if this output takes none."""
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    for name in ("model_runner_output", "_model_runner_output"):  # with async scheduling: Model Runner V2, V1
+        output = getattr(output, name, output)
+    if not isinstance(output, ModelRunnerOutput) or output.kv_connector_output is not None or not output.req_ids:
+        return False
+    output.kv_connector_output = KVConnectorOutput(kv_connector_stats=stats)  # type: ignore[arg-type]
+    return True
+
+
+def policy_stats(scheduler_stats: Any) -> dict[str, int]:
+    """Where a policy's counts lie in a SchedulerStats: a dictionary of integers that only LoRA uses."""
+    return scheduler_stats.running_lora_adapters
+
+
 def check_request(vllm_config: Any, request: Any) -> None:
     """Check an EngineCoreRequest against the policy of its engine; ValueError (HTTP 400) with the reason."""
     model, params = vllm_config.model_config, request.sampling_params
@@ -95,7 +128,12 @@ def check_request(vllm_config: Any, request: Any) -> None:
     policy = policy_from_json(name, model_shape(vllm_config))
     prompt = request.prompt_token_ids if request.prompt_token_ids is not None else request.prompt_embeds
     longest = min(len(prompt) + (params.max_tokens or 0), model.max_model_len)
-    door.check_request(policy, params.extra_args, len(prompt), longest, model.dtype.itemsize)
+    try:
+        door.check_request(policy, params.extra_args, len(prompt), longest, model.dtype.itemsize)
+    except OptionError:
+        for metrics in _METRICS:
+            metrics.refused.inc()
+        raise
 
 
 def check_layer(

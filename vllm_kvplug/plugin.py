@@ -68,6 +68,19 @@ SEAMS = (
         "a hook that sees request and VllmConfig (Platform.validate_request sees no config)",
     ),
     Seam(
+        "PrometheusStatLogger.__init__, record",
+        "patch: publish_metrics, only once an engine has a policy",
+        "vllm:kvplug_* on /metrics; the stat logger plugin group would turn statistics on for engines without a policy",
+        "stat logger plugins that can decline an engine",
+    ),
+    Seam(
+        "ModelRunnerOutput.kv_connector_output, SchedulerStats.running_lora_adapters",
+        "fields: compat.attach_stats, compat.policy_stats",
+        "the way of counts from worker to scheduler to front end; both are unused, since KV connectors and LoRA are "
+        "refused",
+        "a free-form field for plugins in both messages",
+    ),
+    Seam(
         "CpuPlatform.get_attn_backend_cls",
         "patch: honour_custom_backend_on_cpu",
         "the CPU platform ignores the selected backend",
@@ -168,12 +181,36 @@ def check_requests_at_the_door() -> None:
     @functools.wraps(process_inputs)
     def process_inputs_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
-        config = self.vllm_config
-        if ADDITIONAL_KEY in (config.additional_config or ()) and request.sampling_params is not None:
-            compat.check_request(config, request)
+        if compat.has_policy(self.vllm_config) and request.sampling_params is not None:
+            compat.check_request(self.vllm_config, request)
         return request
 
     setattr(InputProcessor, process_inputs.__name__, process_inputs_and_check)
+
+
+def publish_metrics() -> None:
+    """Let vLLM's Prometheus logger show the policy's metrics beside its own."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger as Logger
+
+    if hasattr(Logger, _MARK):
+        return
+    setattr(Logger, _MARK, True)
+    init, record = Logger.__init__, Logger.record
+
+    @functools.wraps(init)
+    def init_with_ours(self: Any, vllm_config: Any, engine_indexes: Any = None) -> None:
+        init(self, vllm_config, engine_indexes)  # unregisters what an earlier engine registered, ours too
+        engines = [0] if engine_indexes is None else engine_indexes
+        self.kvplug = compat.make_metrics(vllm_config, engines) if compat.has_policy(vllm_config) else None
+
+    @functools.wraps(record)
+    def record_with_ours(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+        record(self, scheduler_stats, *args, **kwargs)
+        if self.kvplug is not None and scheduler_stats is not None:
+            self.kvplug.record(compat.policy_stats(scheduler_stats), kwargs.get("engine_idx", 0))
+
+    setattr(Logger, init.__name__, init_with_ours)
+    setattr(Logger, record.__name__, record_with_ours)
 
 
 def _init_with_policy(init: Any) -> Any:
@@ -254,6 +291,7 @@ def install_policy(vllm_config: Any) -> None:
         raise PolicyError(f"{FLAG} does not run on this platform (worker {worker}): it needs CUDA or CPU")
     vllm_config.parallel_config.worker_cls = compat.WORKERS[worker]
     check_requests_at_the_door()
+    publish_metrics()
     kind = "AsyncPolicyScheduler" if vllm_config.scheduler_config.async_scheduling else "PolicyScheduler"
     vllm_config.scheduler_config.scheduler_cls = f"vllm_kvplug.scheduler.scheduler.{kind}"
     _log_plan(vllm_config, policy)

@@ -189,12 +189,14 @@ class Policy(ABC, Generic[ConfigT]):
         ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
         return max(host_slots(len(self.offloaded(prompt_len, heads)), prompt_len) for heads in ranks)
 
+    def host_slot_bytes(self, itemsize: int) -> int:
+        """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only with a `retrieval`."""
+        assert self.retrieval is not None
+        return HOST_SLOT * token_bytes(self.retrieval.codec, self.shape.head_dim, itemsize)
+
     def host_capacity(self, itemsize: int) -> int:
-        """Host slots of each rank's pool, for an engine whose K and V have `itemsize` bytes."""
-        if self.retrieval is None:
-            return 0
-        slot = HOST_SLOT * token_bytes(self.retrieval.codec, self.shape.head_dim, itemsize)
-        return int(self.config.host_gib * GIB) // slot
+        """Host slots of each rank's pool."""
+        return int(self.config.host_gib * GIB) // self.host_slot_bytes(itemsize) if self.retrieval else 0
 
     def summary(self) -> str:
         """One line for the log: the resolved budget in words."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from vllm_kvplug.lifecycle import Admission
+from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.plan import PagePlan
 from vllm_kvplug.policies.base import Policy
@@ -23,6 +25,11 @@ class Admitted:
     prefill_end: int
     plan: PagePlan
     shrunk: bool = False
+
+    @cached_property
+    def kept_tokens(self) -> int:
+        """Prompt tokens kept, over all heads."""
+        return sum(map(sum, self.plan.kept(self.prefill_end)))
 
 
 class HeadPageManager(FullAttentionManager):
@@ -39,7 +46,8 @@ class HeadPageManager(FullAttentionManager):
         assert isinstance(self.kv_cache_spec, HeadPageSpec)
         self.policy = self.kv_cache_spec.resolved
         self._default_plan = self.policy.plan()
-        self.host = HostLedger(self.policy.host_capacity(self.kv_cache_spec.dtype.itemsize))
+        self._itemsize = self.kv_cache_spec.dtype.itemsize
+        self.host = HostLedger(self.policy.host_capacity(self._itemsize))
         self._admitted: dict[str, Admitted] = {}
 
     def admission(self, request_id: str) -> Admission:
@@ -102,6 +110,19 @@ class HeadPageManager(FullAttentionManager):
         self._admitted.pop(request_id, None)
         self.host.release(request_id)
         return super().pop_blocks_for_free(request_id)
+
+    def gauges(self) -> dict[str, int]:
+        """What the front end's gauges show."""
+        found: dict[str, int] = {}
+        if self.host.capacity:
+            slot = self.policy.host_slot_bytes(self._itemsize)
+            found |= {"host_used_bytes": self.host.used * slot, "host_total_bytes": self.host.capacity * slot}
+        shrunk = [state for state in self._admitted.values() if state.shrunk]
+        if shrunk:
+            kept = sum(state.kept_tokens for state in shrunk)
+            whole = sum(state.prefill_end for state in shrunk) * self.policy.shape.heads
+            found["kept_ppm"] = round(1e6 * kept / whole)
+        return {PREFIX + name: value for name, value in found.items()}
 
     def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Compressed blocks are never shared between requests."""

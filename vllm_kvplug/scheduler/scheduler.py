@@ -48,6 +48,13 @@ class _LifecycleMixin:
             setattr(request, OPTIONS, found)
         return found
 
+    def make_stats(self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *args: Any, **kwargs: Any):
+        """Sends the workers' counts and the manager's to the front end; no KV connector is ever configured."""
+        stats = super().make_stats(spec_decoding_stats, None, *args, **kwargs)  # type: ignore[misc]
+        if stats is not None:
+            compat.policy_stats(stats).update({**self._head_pages.gauges(), **(kv_connector_stats or {})})
+        return stats
+
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         begun = [r.req_id for r in output.scheduled_new_reqs] + list(output.scheduled_cached_reqs.resumed_req_ids)

@@ -63,6 +63,9 @@ class Counters:
     late_landings: int = 0
     late_microseconds: int = 0
 
+    def __bool__(self) -> bool:
+        return any(vars(self).values())
+
 
 class Retriever:
     """The host tier of one rank at work for its requests."""

@@ -10,6 +10,7 @@ import torch
 
 from vllm_kvplug import ops
 from vllm_kvplug.lifecycle import Lifecycle
+from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
 from vllm_kvplug.policies.base import Policy
@@ -19,7 +20,7 @@ from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.requests import LiveRequest
-from vllm_kvplug.worker.retrieval import Peers, Retriever, Tiers
+from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 UNBOUNDED = 1 << 30
@@ -132,6 +133,13 @@ class Runtime:
             tiers = Tiers(host, staging, Lane(self.device), self.peers)
             self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
         self._load_kernels()
+
+    def take_counts(self) -> dict[str, int]:
+        """What happened since the last call; empty if nothing did."""
+        if self.retriever is None or not self.retriever.counters:
+            return {}
+        counts, self.retriever.counters = vars(self.retriever.counters), Counters()
+        return {PREFIX + name: count for name, count in counts.items() if count}
 
     def close(self) -> None:
         """Finish what is in the background. The engine is shutting down."""

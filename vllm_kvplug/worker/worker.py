@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class PolicyWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         self.runtime = self._make_runtime()
+        self._counts: Counter[str] = Counter()
         compat.attach_runtime(self.vllm_config, self.runtime)
         return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
@@ -100,6 +102,13 @@ class PolicyWorkerMixin:
         name = kv_cache_config.kv_cache_groups[0].layer_names[0]
         self.runtime.bind(layers[name].kv_cache, kv_cache_config.num_blocks)
         return result
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        self._counts.update(self.runtime.take_counts())
+        if self._counts and compat.attach_stats(output, dict(self._counts)):
+            self._counts.clear()
+        return output
 
     def shutdown(self) -> None:
         super().shutdown()  # type: ignore[misc]
