@@ -51,7 +51,6 @@ def table() -> str:
 def notes(m: dict[str, float]) -> list[str]:
     """Memory, exactness and GPU figures, a bullet each."""
     held = {k.rsplit(".", 1)[1]: v for k, v in m.items() if k.startswith("bytes.heterocache_rho50")}
-    smoke = {k.split(".", 1)[1]: v for k, v in m.items() if k.startswith("gpu_smoke")}
     return [
         f"- **Memory.** After a 1,500-token prompt, heterocache at rho 0.5 holds {held['after_shrink_ratio']:.1%} of stock "
         f"vLLM's KV bytes ({held['after_shrink_ratio_with_tables']:.1%} with its tables); "
@@ -62,16 +61,27 @@ def notes(m: dict[str, float]) -> list[str]:
         f"{m['parity.mismatched_tokens']:.0f} of {m['parity.tokens']:,.0f} greedy tokens differ from stock vLLM's (CPU, "
         "float32, four policies, chunked and not, alone and together, "
         f"{m['parity.preemptions']:.0f} preemptions in a tiny pool).",
-        "- **GPU (H200).** Stock's tokens on the tasks in bfloat16: "
-        f"{smoke['eager_mismatched_tokens']:.0f} differ in eager mode, {smoke['graph_mismatched_tokens']:.0f} with captured "
-        f"decode graphs; in float32 {smoke['eager_float32_mismatched_open_text']:.0f} and "
-        f"{smoke['graph_float32_mismatched_open_text']:.0f} on open text too. In bfloat16 open text parts where stock's two "
-        "best logits tie within rounding.",
+        gpu_note({k.split(".", 1)[1]: v for k, v in m.items() if k.startswith("gpu_smoke")}),
         "",
         "From [first_light.json](benchmarks/results/first_light.json), which names command, commit, versions and machine of "
         "each part. Our SnapKV ranks tokens exactly as kvpress 0.5.5 does "
         "([against_kvpress.json](benchmarks/results/against_kvpress.json)).",
     ]
+
+
+def gpu_note(smoke: dict[str, float]) -> str:
+    if not smoke:
+        return (
+            "- **GPU.** Not measured yet: every figure here is from a CPU. `python -m benchmarks.gpu_smoke` compares tokens "
+            "with stock vLLM's on a GPU."
+        )
+    return (
+        "- **GPU (H200).** Stock's tokens on the tasks in bfloat16: "
+        f"{smoke['eager_mismatched_tokens']:.0f} differ in eager mode, {smoke['graph_mismatched_tokens']:.0f} with captured "
+        f"decode graphs; in float32 {smoke['eager_float32_mismatched_open_text']:.0f} and "
+        f"{smoke['graph_float32_mismatched_open_text']:.0f} on open text too. In bfloat16 open text parts where stock's two "
+        "best logits tie within rounding."
+    )
 
 
 def main() -> None:

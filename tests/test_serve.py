@@ -31,6 +31,9 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    # vLLM's defaults, which engines of other tests in this process have changed.
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
 }
 SERVE = [sys.executable, "-m", "vllm_kvplug.cli", "serve"]
 ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
