@@ -197,10 +197,10 @@ class Retriever:
         size = sum(sum(b.values()) for b in budgets.values()) * self.host.codec.token_bytes
         due = check.length + max(self.retrieval.land_after, ceil_div(size, self._limit))
         for cluster in triggered:
-            order = self._share_order(cluster, own.get(cluster), max(budgets[cluster].values(), default=0))
+            order = self._share_order(request, cluster, own.get(cluster), max(budgets[cluster].values(), default=0))
             if cluster in own:
                 self.drift.rebase(request, cluster)
-            self.counters.triggers += cluster in own
+            self.counters.triggers += 1
             self._launch(request, cluster, due, budgets[cluster], order)
 
     def _budgets(self, request: LiveRequest, cluster: int) -> dict[int, int]:
@@ -209,12 +209,13 @@ class Retriever:
         satellites = self.retrieval.clusters[cluster].satellites
         return {head: kept[head] for head in satellites if kept[head] < request.prefill_end}
 
-    def _share_order(self, cluster: int, order: torch.Tensor | None, most: int) -> torch.Tensor:
-        """The best `most` positions of a pivot, from the rank that holds it."""
+    def _share_order(self, request: LiveRequest, cluster: int, order: torch.Tensor | None, most: int) -> torch.Tensor:
+        """The best `most` positions of a pivot, from the first rank that holds it."""
         if self.peers is None:
             assert order is not None
             return order[:most]
-        owner = self.retrieval.clusters[cluster].pivot // self.geometry.kv_heads
+        shape, pivot = request.policy.shape, self.retrieval.clusters[cluster].pivot
+        owner = next(rank for rank in range(shape.tensor_parallel) if pivot in shape.rank_heads(rank))
         mine = torch.zeros(most, dtype=torch.int64) if order is None else order[:most].cpu()
         return self.peers.share(mine, owner).to(self.tables.lengths.device)
 

@@ -18,6 +18,7 @@ from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.lifecycle import ATTRIBUTE
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.scheduler.spec import HeadPageSpec
+from vllm_kvplug.worker.peers import TensorParallelPeers
 from vllm_kvplug.worker.runtime import Geometry, Runtime
 
 logger = init_logger("vllm.kvplug.worker")
@@ -58,7 +59,8 @@ class PolicyWorkerMixin:
         )
         captured = max(config.compilation_config.cudagraph_capture_sizes or [0])
         max_batch = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
-        return Runtime(policy, geometry, self.device, max_batch, runner=self.model_runner)
+        peers = TensorParallelPeers() if policy.retrieval and shape.tensor_parallel > 1 else None
+        return Runtime(policy, geometry, self.device, max_batch, peers, runner=self.model_runner)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         policy = json.dumps(self.vllm_config.additional_config[ADDITIONAL_KEY], sort_keys=True)

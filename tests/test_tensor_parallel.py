@@ -1,0 +1,63 @@
+"""Two ranks: pivots and satellites apart, equal plans, and the tokens of the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drift_tools import PROFILE, knobs, make_model, rule, write_profile
+from engine_tools import ROUNDING, Answer, Ask, serve, snapkv, streaming, tiny_engine, token_ids
+from reference import Reference, Rule
+
+LENGTHS = (40, 257, 300)
+STEPS = 33
+
+
+@pytest.fixture(autouse=True)
+def any_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would give every rank a memory node of its own."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+def answers(model: Path, **arguments: Any) -> list[Answer]:
+    with tiny_engine(model, tensor_parallel_size=2, **arguments) as llm:
+        asks = [Ask(token_ids(n), STEPS, arrives=i, sampling={"logprobs": -1}) for i, n in enumerate(LENGTHS)]
+        return serve(llm, asks)
+
+
+def check(rule: Rule, reference: Reference, found: list[Answer]) -> None:
+    for length, answer in zip(LENGTHS, found, strict=True):
+        replay = reference.replay(token_ids(length), rule, STEPS)
+        assert answer.tokens == replay.tokens, f"prompt of {length}"
+        assert (answer.logprobs - replay.logits.log_softmax(-1)).abs().max() < 2 * ROUNDING
+
+
+def test_clusters_span_ranks() -> None:
+    """Rank 0 has KV heads 0 to 2: one pivot of layer 0 leads satellites on the other rank, one on both."""
+    apart = {(pivot // 3, head // 3) for led in PROFILE["clusters"] for pivot, heads in led.items() for head in heads}
+    assert {(0, 1), (1, 0)} <= apart
+
+
+@pytest.mark.parametrize("land_after", [1, 4])
+def test_retrieval(land_after: int, model: Path, reference: Reference) -> None:
+    drift = rule(land_after=land_after)
+    profile = write_profile(model, model.parent / "profile.json")
+    found = answers(model, kv_policy="heterocache", kv_policy_config=knobs(profile, drift))
+    check(drift, reference, found)
+    assert any(reference.replay(token_ids(n), drift, STEPS).watcher.triggers for n in LENGTHS)
+
+
+@pytest.mark.parametrize("case", [snapkv(0.3), streaming(64)], ids=lambda case: case.name)
+def test_other_policies(case: Any, model: Path, reference: Reference, tmp_path: Path) -> None:
+    check(case.rule, reference, answers(model, **case.arguments(model, tmp_path)))
