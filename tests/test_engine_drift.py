@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drift_tools import PROFILE, check_steps, knobs, make_model, rule, write_profile
+from drift_tools import check_steps, knobs, rule
 from engine_tools import (
     Ask,
     Watch,
@@ -22,6 +22,8 @@ from engine_tools import (
 )
 from reference import Reference
 from reference_drift import HeteroCacheDrift
+
+from benchmarks.drift_model import PROFILE, make_model, write_profile
 
 LENGTHS = (40, 257, 300, 511)  # 257: the prompt's last chunk is one token
 STEPS = 43  # eight windows of five queries and a part of one
