@@ -23,7 +23,8 @@ def check_request(
     if beyond:
         raise OptionError(f"kvplug.protect: the prompt has {prompt_len} tokens, a range ends at {beyond[0]}")
     served = policy.for_request(options)
-    need, capacity = served.host_slots(longest), policy.host_capacity(itemsize)
+    # A short prompt may need more than a longer one: near `min_tokens` more of its satellites are cut.
+    need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
     if need > capacity:
         raise OptionError(
             f"a request of up to {longest} tokens needs {need} slots of host memory per rank and host_gib="

@@ -59,7 +59,7 @@ def _share(value: Any) -> float | None:
         return None
     try:
         share = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise OptionError(f"kvplug.budget must be a number, got {value!r}") from None
     if not 0 < share <= 1:
         raise OptionError(f"kvplug.budget must be above 0 and at most 1, got {value!r}")
@@ -81,13 +81,16 @@ def _ranges(value: Any) -> tuple[tuple[int, int], ...]:
     expected = f"kvplug.protect must be token ranges [start, end, start, end, ...], got {value!r}"
     try:
         given = json.loads(value) if isinstance(value, str) else value
-        flat = [int(n) for item in given for n in (item if isinstance(item, list | tuple) else [item])]
-    except (TypeError, ValueError):
+        if not isinstance(given, list | tuple):
+            raise TypeError
+        nested = all(isinstance(item, list | tuple) for item in given)
+        pairs = given if nested else zip(given[::2], given[1::2], strict=True)
+        ranges = [(int(str(start)), int(str(end))) for start, end in pairs]  # int(1.5) alone would be 1
+    except (TypeError, ValueError, RecursionError):
         raise OptionError(expected) from None
-    pairs = list(zip(flat[::2], flat[1::2], strict=False))
-    if len(flat) % 2 or any(start < 0 or end <= start for start, end in pairs):
+    if any(start < 0 or end <= start for start, end in ranges):
         raise OptionError(f"{expected}; each needs 0 <= start < end")
-    return _disjoint(pairs)
+    return _disjoint(ranges)
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -18,17 +18,22 @@ class SystemPrompt:
 
     @classmethod
     def of(cls, tokenizer: Any) -> SystemPrompt | None:
-        """From a Hugging Face tokenizer; None if it has no chat template, or one that takes no system prompt."""
+        """From a Hugging Face tokenizer; None if its chat template does not tell a system prompt from other text."""
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text, without = (
+                tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=True)
+                for some in (messages, messages[1:])
+            )
         except Exception:  # templates are programs of strangers, and raise what they like
             return None
         opening, found, rest = text.partition(SYSTEM)
         between, user_found, _ = rest.partition(USER)
-        if not (opening and found and between and user_found):
+        if not (found and user_found) or without.startswith(opening + USER):
             return None
         first, last = (tuple(tokenizer.encode(part, add_special_tokens=False)) for part in (opening, between))
+        if not (first and last):
+            return None
         special = last[0] in tokenizer.all_special_ids  # then no text can merge with it, and it may stand alone
         return cls(first, last[:1] if special else last)
 

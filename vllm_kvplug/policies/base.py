@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.options import OptionError, RequestOptions
+from vllm_kvplug.options import KEYS, OptionError, RequestOptions
 from vllm_kvplug.plan import Kept, PagePlan
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
@@ -148,8 +148,8 @@ class Policy(ABC, Generic[ConfigT]):
         """The policy as it serves a request with `options`; OptionError if it cannot."""
         if options == self.options:
             return self
-        if self.ring is not None and (options.off or options.budget is not None):
-            raise OptionError(f"policy '{self.name}' has one ring for all: remove kvplug.budget and kvplug.off")
+        if self.ring is not None:
+            raise OptionError(f"policy '{self.name}' has one ring for all: remove {', '.join(KEYS)}")
         asked = 1.0 if options.off else options.budget
         if asked is not None and asked > self.config.max_request_budget:
             limit = self.config.max_request_budget

@@ -46,4 +46,5 @@ class Codec:
         codes, scale = rows.split([2 * self.head_dim, 4], -1)
         both = codes.contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (2, self.head_dim))
         both = both * scale.contiguous().view(torch.float16).float().unsqueeze(-1)
-        return both.flatten(-2).to(self.dtype)
+        most = torch.finfo(self.dtype).max  # float16 could overflow where the scale was rounded up
+        return both.flatten(-2).clamp(-most, most).to(self.dtype)

@@ -47,6 +47,8 @@ class PromptEnd:
         keys, _ = self.pool.gather(stored)
         view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale)
         scores = request.policy.score(view)
+        if request.policy.options.protect:
+            scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # a copy, and nothing ties with what follows
         for start, end in request.policy.options.protect:
             scores[:, start:end] = torch.inf
         chosen = top_tokens(scores, counts)
