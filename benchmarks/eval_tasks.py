@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,8 +22,12 @@ from typing import Any
 from benchmarks import report
 from benchmarks.engine import engine
 
-RUNS = {
+Runs = dict[str, tuple[str, dict[str, Any]]]
+"""Policy and knobs by the name of a run."""
+
+RUNS: Runs = {
     "heterocache_rho50": ("heterocache", {"rho": 0.5}),
+    "heterocache_rho50_no_retrieval": ("heterocache", {"rho": 0.5, "host_gib": 0}),
     "snapkv_50": ("snapkv", {"ratio": 0.5}),
     "random_50": ("random", {"ratio": 0.5}),
     "streaming_512": ("streaming", {"sinks": 4, "window": 508}),
@@ -83,42 +88,72 @@ def interval(names: list[str], policy: list[float], full: list[float], draws: in
     return found[int(0.025 * draws)], found[int(0.975 * draws)]
 
 
+@dataclass(frozen=True)
+class Examination:
+    """A model and the examples it is asked, the same for every run."""
+
+    model: str
+    tasks: Path
+    tokens: int
+    examples: int
+    seed: int
+    dtype: str
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser, tokens: int, examples: int) -> None:
+        parser.add_argument("model")
+        parser.add_argument("--tasks", type=Path, required=True)
+        parser.add_argument("--tokens", type=int, default=tokens)
+        parser.add_argument("--examples", type=int, default=examples)
+        parser.add_argument("--seed", type=int, default=9001)
+        parser.add_argument("--dtype", default="float32")
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Examination:
+        return cls(args.model, args.tasks, args.tokens, args.examples, args.seed, args.dtype)
+
+    def measure(self, key: str, runs: Runs, out: Path) -> None:
+        """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
+        from transformers import AutoTokenizer
+
+        tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
+        asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+        names = [e["task"] for e in asked]
+        common = {"dtype": self.dtype, "max_model_len": 2 * self.tokens, "max_num_seqs": 16, "enforce_eager": True}
+        common |= {"max_num_batched_tokens": max(2048, self.tokens), "gpu_memory_utilization": 0.3}
+        with engine(self.model, **common) as llm:
+            full = scores(llm, tasks, tokenizer, asked)
+        metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
+        rows = [_row("full", names, full, asked)]
+        for name, (policy, knobs) in runs.items():
+            with engine(self.model, **common, kv_policy=policy, kv_policy_config=knobs, disable_log_stats=False) as llm:
+                found = scores(llm, tasks, tokenizer, asked)
+                counted = policy_counts(llm)
+            low, high = interval(names, found, full)
+            metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
+            metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
+            rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs, "counted": counted})
+            print(name, f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
+            report.write(out, report.result(f"{key} {self.dtype}", metrics, rows))
+
+
+def policy_counts(llm: Any) -> dict[str, float]:
+    """What the policy has counted in this engine, by metric name."""
+    values = {m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:kvplug_")}
+    return {name.removeprefix("vllm:kvplug_"): value for name, value in values.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--tasks", type=Path, required=True)
+    Examination.add_arguments(parser, tokens=1024, examples=16)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--examples", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=9001)
-    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--run", nargs="*", default=[], help="NAME=POLICY:JSON, instead of the standard runs")
     args = parser.parse_args()
-    from transformers import AutoTokenizer
-
-    runs = dict(RUNS)
+    runs = RUNS
     if args.run:
         parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in args.run]
         runs = {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
-    tasks, tokenizer = load_tasks(args.tasks), AutoTokenizer.from_pretrained(args.model)
-    asked = examples(tasks, tokenizer, args.model, args.tokens, args.examples, args.seed)
-    names = [e["task"] for e in asked]
-    common = {"dtype": args.dtype, "max_model_len": 2 * args.tokens, "max_num_seqs": 16, "enforce_eager": True}
-    common |= {"max_num_batched_tokens": max(2048, args.tokens), "gpu_memory_utilization": 0.3}
-    with engine(args.model, **common) as llm:
-        full = scores(llm, tasks, tokenizer, asked)
-    key = f"eval{args.tokens}"
-    metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
-    rows = [_row("full", names, full, asked)]
-    for name, (policy, knobs) in runs.items():
-        with engine(args.model, **common, kv_policy=policy, kv_policy_config=knobs) as llm:
-            found = scores(llm, tasks, tokenizer, asked)
-        low, high = interval(names, found, full)
-        metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
-        metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
-        rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs})
-        print(name, f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-        report.write(args.out, report.result(f"{key} {args.dtype}", metrics, rows))  # a stop loses one run only
+    Examination.of(args).measure(f"eval{args.tokens}", runs, args.out)
 
 
 def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""What HeteroCache's parts are worth: whole, without retrieval, and without allocation by stability.
+
+    python -m benchmarks.ablation MODEL --tasks tasks.py --out FILE [--tokens 2048] [--examples 40] [--rho 0.5 0.4]
+
+Without allocation every compressed head has the same budget. The trigger rate is triggers per pivot and decoded
+token of the whole policy at the first rho.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.eval_tasks import Examination, Runs
+from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped, model_fingerprint
+
+
+def shipped_profile(model: str) -> HeadProfile:
+    from transformers import AutoConfig
+
+    found = find_shipped(model_fingerprint(AutoConfig.from_pretrained(model)))
+    if found is None:
+        raise SystemExit(f"no head profile is shipped for {model}")
+    return HeadProfile.load(found)
+
+
+def uniform(profile: HeadProfile) -> HeadProfile:
+    """The same roles with the same budget for every compressed head."""
+    weights = tuple(tuple(1.0 if weight >= 0 else weight for weight in row) for row in profile.weights)
+    return HeadProfile.model_validate({**profile.model_dump(), "weights": weights})
+
+
+def runs_of(rhos: list[float], uniform_profile: Path) -> Runs:
+    runs: Runs = {}
+    for rho in rhos:
+        suffix = "" if rho == rhos[0] else f"_rho{round(100 * rho)}"
+        runs[f"whole{suffix}"] = ("heterocache", {"rho": rho})
+        runs[f"no_retrieval{suffix}"] = ("heterocache", {"rho": rho, "host_gib": 0})
+        runs[f"no_allocation{suffix}"] = ("heterocache", {"rho": rho, "profile": str(uniform_profile)})
+    return runs
+
+
+def trigger_rate(counted: dict[str, float], profile: HeadProfile, window: int = 5) -> float:
+    """Triggers per pivot and decoded token; every check compares all pivots once in `window` tokens."""
+    return counted["drift_triggers"] / (counted["drift_checks"] * profile.count("pivot") * window)
+
+
+def add_trigger_rate(out: Path, profile: HeadProfile) -> None:
+    content: dict[str, Any] = json.loads(out.read_text())
+    (counted,) = [row["counted"] for row in content["rows"] if row["run"] == "whole"]
+    content["metrics"]["trigger_rate"] = trigger_rate(counted, profile)
+    report.write(out, content)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Examination.add_arguments(parser, tokens=2048, examples=40)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rho", type=float, nargs="+", default=[0.5, 0.4])
+    args = parser.parse_args()
+    profile = shipped_profile(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        uniform(profile).save(Path(folder) / "uniform.json")
+        runs = runs_of(args.rho, Path(folder) / "uniform.json")
+        Examination.of(args).measure(f"ablation{args.tokens}", runs, args.out)
+    add_trigger_rate(args.out, profile)
+
+
+if __name__ == "__main__":
+    main()
