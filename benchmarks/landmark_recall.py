@@ -152,7 +152,9 @@ def main() -> None:
     metrics: dict[str, float] = {"landmarks.prompt_tokens": fmean(len(e["ids"]) for e in asked)}
     for name, (bits, _) in kinds.items():
         metrics |= {f"landmarks.{name}.bits": bits}
-        metrics |= {f"landmarks.{name}.{w}": round(fmean(r[f"{name}.{w}"] for r in rows), 4) for w in ("recall", "mass")}
+        metrics |= {
+            f"landmarks.{name}.{w}": round(fmean(r[f"{name}.{w}"] for r in rows), 4) for w in ("recall", "mass")
+        }
     print(metrics)
     report.write(args.out, report.result(f"landmark recall, {', '.join(args.task)}", metrics, rows))
     if args.png:

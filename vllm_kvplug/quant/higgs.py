@@ -98,6 +98,6 @@ class Higgs:
 
     def _check(self, name: str, x: torch.Tensor, size: int) -> None:
         if x.shape[-1] != size:
-            raise ValueError(f"HIGGS of {self.dim} values in {self.bits} bits: {name} ends in {x.shape[-1]}, not {size}")
-
-
+            raise ValueError(
+                f"HIGGS of {self.dim} values in {self.bits} bits: {name} ends in {x.shape[-1]}, not {size}"
+            )

@@ -56,7 +56,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=GRIDS_FILE)
     out = parser.parse_args().out
     grids, metadata = {}, {"made by": "python -m vllm_kvplug.quant.make_grids", "torch": torch.__version__}
-    metadata |= {"method": f"Lloyd, {ROUNDS} rounds growing to {SAMPLES} fresh N(0, I) samples", "seeds": "p; mse: 1000 + p"}
+    metadata |= {
+        "method": f"Lloyd, {ROUNDS} rounds growing to {SAMPLES} fresh N(0, I) samples",
+        "seeds": "p; mse: 1000 + p",
+    }
     for p in PIECES:
         grids[f"p{p}"] = lloyd(p, seed=p)
         metadata[f"p{p}.mse"] = f"{measured_mse(grids[f'p{p}'], seed=1000 + p):.5f}"
