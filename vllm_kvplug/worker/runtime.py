@@ -237,10 +237,9 @@ class Runtime:
             self._row_slot[:decode_rows] = on_device.int()
             if self.retriever:
                 self._phase[:live_decodes] = self._upload(torch.tensor(phases, dtype=torch.int64))
-            last = device_lengths[:decode_rows] - 1
-            self._place[:decode_rows] = self.tables.append(
-                on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens
-            )
+            last = device_lengths[:decode_rows].long() - 1
+            places = self._place[:decode_rows]
+            self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens, places)
             self._plan_decode(decode_rows)
         prefill = tuple(
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
