@@ -9,7 +9,8 @@ stamp=$venv/kvplug-ready
 if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ -n "$(find csrc -newer "$stamp" -type f -name '*.[chu]*')" ]; then
   {
     [ -x "$python" ] || python3 -m venv "$venv"
-    "$python" -m pip install -q --upgrade pip 'setuptools>=77,<81' wheel ninja packaging
+    "$python" -m pip install -q --upgrade pip
+    "$python" -m pip install -q 'setuptools>=77,<81' wheel ninja packaging
     if nvidia-smi -L 2>/dev/null | grep -q GPU; then
       "$python" -m pip install -q vllm==0.32.0
     else
