@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -217,6 +218,20 @@ def serve(llm: Any, asks: Sequence[Ask], after_step: Callable[[], None] | None =
 def greedy(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """Greedy tokens of prompts that are submitted at once."""
     return [answer.tokens for answer in serve(llm, [Ask(prompt, tokens) for prompt in prompts])]
+
+
+def counting(llm: Any) -> Counter[str]:
+    """What the worker counts from now on; it hands its counts over with every step."""
+    state, total = runtime(llm), Counter[str]()
+    take_counts = state.take_counts
+
+    def watched() -> dict[str, int]:
+        counts = take_counts()
+        total.update({name.removeprefix("kvplug."): count for name, count in counts.items()})
+        return counts
+
+    state.take_counts = watched
+    return total
 
 
 @dataclass(frozen=True)
