@@ -112,7 +112,8 @@ def random_keep(ratio: float, seed: int = 3) -> Case:
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
     rule = HeteroCache(dict(profile), rho=rho, window=window)
-    return Case(f"heterocache-{name}-{rho}", "heterocache", {"rho": rho, "window": window}, rule, profile)
+    knobs = {"rho": rho, "window": window, "host_gib": 0}  # with retrieval: drift_tools
+    return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
 
 
 # ---------------------------------------------------------------------------------------- engines
