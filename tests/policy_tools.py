@@ -1,0 +1,37 @@
+"""HeteroCache on the head profile of `drift_tools`, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drift_tools import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
+
+from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, ProfileSettings, Provenance
+from vllm_kvplug.policies.heterocache import HeteroCache
+from vllm_kvplug.policies.registry import make_policy
+from vllm_kvplug.shape import ModelShape
+
+SHAPE = ModelShape(LAYERS, KV_HEADS, QUERY_HEADS, head_dim=32, name="drifting-llama")
+
+SLOT_GIB = 64 * 2 * 32 * 4 / 2**30
+"""A host slot of this shape in float32."""
+
+
+def heterocache(
+    folder: Path,
+    profile: dict[str, Any] = PROFILE,
+    settings: ProfileSettings | None = None,
+    tensor_parallel: int = 1,
+    **knobs: Any,
+) -> HeteroCache:
+    model = ProfiledModel(
+        name=SHAPE.name, fingerprint="", layers=LAYERS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=32
+    )
+    provenance = Provenance(source="made by hand for a test", date="2026-01-01", settings=settings)
+    HeadProfile(model=model, provenance=provenance, **profile).save(folder / "profile.json")
+    shape = replace(SHAPE, tensor_parallel=tensor_parallel)
+    policy = make_policy("heterocache", {"profile": str(folder / "profile.json"), **knobs}, shape)
+    assert isinstance(policy, HeteroCache)
+    return policy

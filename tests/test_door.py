@@ -1,0 +1,109 @@
+"""Requests at the door: refused before they enter the engine, or certain to fit its host tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_tools import SLOT_GIB, heterocache
+
+from vllm_kvplug.door import check_request, longest_request
+from vllm_kvplug.options import OptionError, RequestOptions
+from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.policies.registry import make_policy
+from vllm_kvplug.shape import ModelShape
+
+FLOAT32 = 4
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy[Any]:
+    """Cuts all of its six satellites at these lengths, and has room for four slots of each: 256 tokens."""
+    return heterocache(tmp_path_factory.mktemp("profile"), rho=0.6, host_gib=24 * SLOT_GIB)
+
+
+def test_the_policy_is_as_described(policy: Policy[Any]):
+    assert policy.host_capacity(FLOAT32) == 24
+    assert [policy.host_slots(n) for n in (16, 64, 65, 256, 257)] == [0, 6, 12, 24, 30]
+
+
+def test_requests_that_fit_the_host_tier(policy: Policy[Any]):
+    check_request(policy, None, 1, 1, FLOAT32)
+    check_request(policy, {"another.key": 1}, 100, 256, FLOAT32)
+    with pytest.raises(OptionError) as caught:
+        check_request(policy, None, 100, 257, FLOAT32)
+    for words in ("up to 257 tokens needs 30 slots", "host_gib=0.000366211 has 24", "max_tokens", "--kv-policy-config"):
+        assert words in str(caught.value)
+    with pytest.raises(OptionError, match="has 24"):
+        check_request(policy, None, 257, 257, FLOAT32)
+
+
+def test_the_size_of_an_element_counts(policy: Policy[Any]):
+    check_request(policy, None, 100, 512, itemsize=2)
+    with pytest.raises(OptionError, match="up to 513 tokens needs 54 slots.*has 48"):
+        check_request(policy, None, 100, 513, itemsize=2)
+
+
+@pytest.mark.parametrize("options", [{"kvplug.off": True}, {"kvplug.budget": 1.0}, {"kvplug.protect": [0, 900]}])
+def test_options_may_spare_the_host_tier(policy: Policy[Any], options: dict[str, Any]):
+    """What is not cut is not offloaded."""
+    check_request(policy, options, 900, 900, FLOAT32)
+    with pytest.raises(OptionError, match="host memory"):
+        check_request(policy, None, 900, 900, FLOAT32)
+
+
+def test_a_short_prompt_may_need_more_slots_than_with_its_answer(tmp_path: Path):
+    """It must fit when it is admitted; a request that never does would wait for ever."""
+    policy = heterocache(tmp_path, rho=0.95, host_gib=5 * SLOT_GIB)
+    assert (policy.host_slots(17), policy.host_slots(20)) == (6, 3)
+    check_request(policy, None, 20, 20, FLOAT32)
+    with pytest.raises(OptionError, match="needs 6 slots"):
+        check_request(policy, None, 17, 20, FLOAT32)
+
+
+@pytest.mark.parametrize("policy_name", ["snapkv", "streaming"])
+def test_policies_without_a_host_tier_take_any_length(policy_name: str):
+    policy = make_policy(policy_name, {}, ModelShape(2, 2, 4, 32))
+    check_request(policy, None, 10, 1_000_000, FLOAT32)
+    assert longest_request(policy, 1_000_000, FLOAT32) == 1_000_000
+
+
+def test_protected_ranges_lie_in_the_prompt(policy: Policy[Any]):
+    check_request(policy, {"kvplug.protect": [0, 5, 90, 100]}, 100, 200, FLOAT32)
+    with pytest.raises(OptionError, match="kvplug.protect: the prompt has 99 tokens, a range ends at 100"):
+        check_request(policy, {"kvplug.protect": [0, 5, 90, 100]}, 99, 200, FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"kvplug.nope": 1}, "kvplug.nope: no such option"),
+        ({"kvplug.budget": 2}, "at most 1"),
+        ({"kvplug.budget": 0.3}, "kvplug.budget 0.3: heterocache: rho=0.3 pays for 3 of 12 heads"),
+    ],
+)
+def test_options_are_checked_against_the_policy(policy: Policy[Any], options: dict[str, Any], words: str):
+    with pytest.raises(OptionError, match=words):
+        check_request(policy, options, 100, 200, FLOAT32)
+
+
+def test_options_stay_with_their_request(policy: Policy[Any]):
+    check_request(policy, {"kvplug.off": True}, 900, 900, FLOAT32)
+    assert policy.options == RequestOptions() and policy.host_slots(256) == 24
+
+
+@pytest.mark.parametrize("slots, longest", [(5, 16), (6, 64), (11, 64), (24, 256), (10_000, 700)])
+def test_longest_request(tmp_path: Path, slots: int, longest: int):
+    policy = heterocache(tmp_path, rho=0.6, host_gib=slots * SLOT_GIB)
+    assert longest_request(policy, 700, FLOAT32) == longest
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 60), st.integers(0, 300))
+def test_longest_request_is_the_last_that_passes(policy: Policy[Any], slots: int, most: int):
+    policy = type(policy)(policy.config.model_copy(update={"host_gib": slots * SLOT_GIB}), policy.shape)
+    fitting = [n for n in range(1, most + 1) if policy.host_slots(n) <= slots]
+    assert longest_request(policy, most, FLOAT32) == max(fitting, default=0)
