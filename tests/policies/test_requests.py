@@ -51,8 +51,10 @@ def test_a_budget_changes_no_other_knob():
 
 def test_heterocache_budgets_and_drift_sets(tmp_path: Path):
     """Also what was computed at start-up must not be the server's."""
-    policy, expected = heterocache(tmp_path, rho=0.9), heterocache(tmp_path, rho=0.55)
+    others = {"min_tokens": 30, "kernel": 7, "codec": "fp8"}
+    policy, expected = heterocache(tmp_path, rho=0.9, **others), heterocache(tmp_path, rho=0.55, **others)
     served = policy.for_request(options(0.55))
+    assert served.config == expected.config
     for tokens in (1, 17, 100, 1001):
         assert served.kept(tokens) == served.plan().kept(tokens) == expected.kept(tokens)
         assert served.drift_tokens(tokens) == expected.drift_tokens(tokens)
@@ -120,8 +122,8 @@ def test_streaming_is_the_same_for_all(asked: RequestOptions):
 @pytest.mark.parametrize("asked", [options(0.6), options(off=True), options(0.55, (3, 60)), options(None, (0, 90))])
 def test_the_servers_policy_stays_as_it_is(tmp_path: Path, asked: RequestOptions):
     policy = heterocache(tmp_path, rho=0.7)
-    kept, slots, plan = policy.kept(100), policy.host_slots(100), policy.plan()
     before = dict(vars(policy))
+    kept, slots, plan = policy.kept(100), policy.host_slots(100), policy.plan()
     served = policy.for_request(asked)
     assert served is not policy and served.options == asked
     assert served.plan().kept(100) != kept
