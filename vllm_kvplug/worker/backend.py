@@ -141,6 +141,7 @@ class HeadPageImpl(AttentionImpl):
                 first,
                 self.num_kv_heads,
                 self.scale,
+                runtime.decode_plan,
             )
             runtime.record_decodes(step, index, query[rows])
         for row in step.prefill:
