@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drift_tools import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
-
+from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
 from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, ProfileSettings, Provenance
 from vllm_kvplug.policies.heterocache import HeteroCache
 from vllm_kvplug.policies.registry import make_policy
