@@ -122,8 +122,8 @@ def test_streaming_is_the_same_for_all(asked: RequestOptions):
 @pytest.mark.parametrize("asked", [options(0.6), options(off=True), options(0.55, (3, 60)), options(None, (0, 90))])
 def test_the_servers_policy_stays_as_it_is(tmp_path: Path, asked: RequestOptions):
     policy = heterocache(tmp_path, rho=0.7)
-    before = dict(vars(policy))
     kept, slots, plan = policy.kept(100), policy.host_slots(100), policy.plan()
+    before = dict(vars(policy))
     served = policy.for_request(asked)
     assert served is not policy and served.options == asked
     assert served.plan().kept(100) != kept
