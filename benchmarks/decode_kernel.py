@@ -3,8 +3,8 @@
     python -m benchmarks.decode_kernel --out FILE [--repeats 20]
 
 One layer, 8 KV heads, 4 query heads each, head size 128, bf16, pages of 16 tokens in random order. Heads are folded
-into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V; caches are rotated so
-that none is found in L2. Kernels are timed in CUDA graphs; our plan, made once per step for all layers, is timed apart.
+into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V; caches are rotated
+so that none is found in L2. Kernels are timed in CUDA graphs; our plan, made once per step for all layers, is timed apart.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from vllm_kvplug.kernels.decode_attention import DecodePlan, decode_attention
 
 from benchmarks import report
-from vllm_kvplug.kernels.decode_attention import DecodePlan, decode_attention
 
 HEADS, GROUP, DIM, PAGE, CHUNK = 8, 4, 128, 16, 64
 SCALE = DIM**-0.5
