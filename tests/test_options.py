@@ -123,6 +123,15 @@ def test_protected_ranges_hold_tokens(value: Any):
         parse_options({"kvplug.protect": value})
 
 
+def test_protected_ranges_are_few():
+    """As they are once merged."""
+    apart = [[10 * i, 10 * i + 5] for i in range(65)]
+    assert len(parse_options({"kvplug.protect": apart[1:]}).protect) == 64
+    with pytest.raises(OptionError, match="kvplug.protect takes up to 64 ranges, got 65"):
+        parse_options({"kvplug.protect": apart})
+    assert len(parse_options({"kvplug.protect": [*apart, [4, 11]]}).protect) == 64
+
+
 @settings(deadline=None)
 @given(RANGES, RANGES, st.integers(0, 60))
 def test_protected_tokens_are_those_in_any_range(given: list, more: list, tokens: int):

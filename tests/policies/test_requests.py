@@ -139,6 +139,14 @@ def test_no_options_no_other_object():
     assert served.for_request(options(0.25)) is served
 
 
+def test_a_request_that_waits_is_not_worked_out_again():
+    """What its plan has computed is kept with it; a policy of the same kind has others."""
+    one, other = make_policy("snapkv", {}, SHAPE), make_policy("snapkv", {"window": 9}, SHAPE)
+    served = one.for_request(options(0.25))
+    assert one.for_request(options(0.25)) is served and served.plan() is served.plan()
+    assert other.for_request(options(0.25)) is not served and one.for_request(options(0.26)) is not served
+
+
 # -------------------------------------------------------------------------------------------- off, protect
 
 
