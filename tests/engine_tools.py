@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,7 @@ import pytest
 import torch
 from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks lie beside the tests and are not installed
-
-from benchmarks.engine import engine, runtime, scheduler  # noqa: E402
+from benchmarks.engine import engine, runtime, scheduler
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
 VOCAB, LAYERS, KV_HEADS = 320, 3, 2
@@ -112,7 +109,8 @@ def random_keep(ratio: float, seed: int = 3) -> Case:
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
     rule = HeteroCache(dict(profile), rho=rho, window=window)
-    return Case(f"heterocache-{name}-{rho}", "heterocache", {"rho": rho, "window": window}, rule, profile)
+    knobs = {"rho": rho, "window": window, "host_gib": 0}  # with retrieval: drift_tools
+    return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
 
 
 # ---------------------------------------------------------------------------------------- engines

@@ -8,6 +8,7 @@ import functools
 import importlib.machinery
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,15 @@ def decode_attention(
     else:
         load_library()
         torch.ops.vllm_kvplug.decode_attention(*tensors, first_head, num_kv_heads, scale)
+
+
+def prefill_plan(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> Any:
+    """A `PrefillPlan` of a batch's prompt rows on CUDA, None on the CPU or without rows.
+
+    rows: (request slot, first token in the batch, tokens, position of the first, tokens stored before) of each.
+    """
+    if device.type != "cuda" or not rows:
+        return None
+    from vllm_kvplug.kernels.prefill_attention import PrefillPlan
+
+    return PrefillPlan(rows, device)

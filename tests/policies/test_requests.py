@@ -51,8 +51,10 @@ def test_a_budget_changes_no_other_knob():
 
 def test_heterocache_budgets_and_drift_sets(tmp_path: Path):
     """Also what was computed at start-up must not be the server's."""
-    policy, expected = heterocache(tmp_path, rho=0.9), heterocache(tmp_path, rho=0.55)
+    others = {"min_tokens": 30, "kernel": 7, "codec": "fp8"}
+    policy, expected = heterocache(tmp_path, rho=0.9, **others), heterocache(tmp_path, rho=0.55, **others)
     served = policy.for_request(options(0.55))
+    assert served.config == expected.config
     for tokens in (1, 17, 100, 1001):
         assert served.kept(tokens) == served.plan().kept(tokens) == expected.kept(tokens)
         assert served.drift_tokens(tokens) == expected.drift_tokens(tokens)

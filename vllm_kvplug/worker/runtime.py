@@ -245,8 +245,15 @@ class Runtime:
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
             for i in range(decode_rows, len(rows))
         )
-        slots_of_rows, phase_of_rows = self._row_slot[:decode_rows], self._phase[:decode_rows]
-        return Step(decode_rows, slots_of_rows, phase_of_rows, self._place[:padded_tokens], prefill)
+        described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in prefill]
+        return Step(
+            decode_rows,
+            self._row_slot[:decode_rows],
+            self._phase[:decode_rows],
+            self._place[:padded_tokens],
+            prefill,
+            ops.prefill_plan(described, self.device),
+        )
 
     def _plan_decode(self, rows: int) -> None:
         """Divide the work of the decode rows, once for all layers; their slots and lengths are final."""
