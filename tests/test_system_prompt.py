@@ -118,7 +118,7 @@ def test_a_date_in_the_frame():
     day = "Monday"
 
     def dated(messages: Messages) -> str:
-        return turns([{**m, "content": f"It is {day}.\n" * (m["role"] == "system") + m["content"]} for m in messages])
+        return "".join(f"<s>{m['role'][:3]}\nOn {day}:\n{m['content']}<end>" for m in messages)
 
     tokenizer = Letters(dated)
     found = SystemPrompt.of(tokenizer)
@@ -138,6 +138,7 @@ def test_a_role_behind_other_words():
     found = SystemPrompt.of(tokenizer)
     assert found == SystemPrompt((1001, *map(ord, "turn of system: ")), 1002)
     assert found.find(tokenizer.encode(wordy(chat(None, "Hi")), add_special_tokens=False)) is None
+    assert found.find(tokenizer.encode(wordy(chat("", "Hi")), add_special_tokens=False)) == (0, 18)
 
 
 def test_a_marker_that_stands_before_the_system_prompt_too():
