@@ -23,6 +23,12 @@ class Letters:
     def __init__(self, template: Callable[[Messages], str]):
         self.template = template
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return dict(zip(self.markers, self.all_special_ids, strict=True))
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.markers[t - 1001] if t in self.all_special_ids else chr(t) for t in ids)
+
     def apply_chat_template(self, messages: Messages, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt
         return self.template(messages)
@@ -56,7 +62,7 @@ def chat(system: str | None, *texts: str) -> Messages:
 
 def test_the_frame_of_special_markers():
     found = SystemPrompt.of(Letters(turns))
-    assert found == SystemPrompt((1003, 1001, *map(ord, "system\n")), (1002,))
+    assert found == SystemPrompt((1003, 1001, *map(ord, "system")), 1002)
 
 
 @pytest.mark.parametrize("system", ["", "Be brief.", "a\n\nb\n", "kvplugusertext"])
@@ -101,13 +107,37 @@ def test_words_of_the_marker_are_not_the_marker():
 # ----------------------------------------------------------------------------------------- other templates
 
 
-def test_a_closing_that_is_no_special_token():
-    """All of it must match: it may begin with a letter of the text."""
-    tokenizer = Letters(plain)
+def test_the_closing_is_the_first_marker_between_system_and_user():
+    def late(messages: Messages) -> str:
+        return "".join(f"<s>{m['role']}\n{m['content']}\n\n<end>" for m in messages)
+
+    assert SystemPrompt.of(Letters(late)) == SystemPrompt((1001, *map(ord, "system")), 1002)
+
+
+def test_what_a_template_says_of_the_day_is_not_part_of_the_opening():
+    days = iter(range(100))
+
+    def dated(messages: Messages) -> str:
+        return turns(messages).replace("system\n", f"system\nToday is day {next(days)}.\n")
+
+    tokenizer = Letters(dated)
     found = SystemPrompt.of(tokenizer)
-    assert found == SystemPrompt(tuple(map(ord, "[system]")), tuple(map(ord, "[/][user]")))
-    prompt = tokenizer.encode(plain(chat("[1] Be brief [/]", "Hi [/][user]")), add_special_tokens=False)
-    assert found.find(prompt) == (0, len("[system][1] Be brief [/][/][user]"))
+    assert found is not None
+    prompt = tokenizer.encode(dated(chat("Be brief.", "Hi")), add_special_tokens=False)
+    assert found.find(prompt) == (0, prompt.index(1002) + 1)
+
+
+def test_a_role_that_is_part_of_the_users_frame_too():
+    """The word behind the marker does not tell them apart here; all of the opening does."""
+
+    def llama_2(messages: Messages) -> str:
+        system = f"<<SYS>>{messages[0]['content']}<end>" if len(messages) > 1 else ""
+        return f"<bos>[INST] {system}{messages[-1]['content']} [/INST]"
+
+    tokenizer = Letters(llama_2)
+    found = SystemPrompt.of(tokenizer)
+    assert found == SystemPrompt((1003, *map(ord, "[INST] <<SYS>>")), 1002)
+    assert found.find(tokenizer.encode(llama_2(chat(None, "Hi <end> there")), add_special_tokens=False)) is None
 
 
 def test_a_marker_that_stands_before_the_system_prompt_too():
@@ -143,12 +173,27 @@ def in_the_users_turn(messages: Messages) -> str:
     return "<bos>[INST]" + "\n\n".join(m["content"] for m in messages) + "[/INST]"
 
 
+def in_the_users_turn_with_a_marker(messages: Messages) -> str:
+    return "<bos>" + "<end>".join(m["content"] for m in messages)
+
+
 def unframed(messages: Messages) -> str:
     return "".join(m["content"] for m in messages)
 
 
 @pytest.mark.parametrize(
-    "template", [raises, no_system, ignores_system, system_behind, in_the_users_turn, unframed, lambda m: ""]
+    "template",
+    [
+        raises,
+        no_system,
+        ignores_system,
+        system_behind,
+        in_the_users_turn,
+        in_the_users_turn_with_a_marker,
+        unframed,
+        plain,  # its closing merges with the system prompt's last letters, or is a user's first to write
+        lambda m: "",
+    ],
 )
 def test_templates_that_tell_no_system_prompt(template: Callable[[Messages], str]):
     assert SystemPrompt.of(Letters(template)) is None
@@ -164,11 +209,8 @@ def test_a_frame_of_no_tokens():
     def opening(messages: Messages) -> str:
         return "\n" * len(messages) + "<end>".join(m["content"] for m in messages)
 
-    def closing(messages: Messages) -> str:
-        return f"<s>{messages[0]['role']}" + "\n".join(m["content"] for m in messages)
-
-    assert SystemPrompt.of(Letters(opening)) is not None and SystemPrompt.of(Letters(closing)) is not None
-    assert SystemPrompt.of(Strips(opening)) is None and SystemPrompt.of(Strips(closing)) is None
+    assert SystemPrompt.of(Letters(opening)) is not None
+    assert SystemPrompt.of(Strips(opening)) is None
 
 
 def test_a_default_system_prompt_is_one():
@@ -199,7 +241,7 @@ def ids(tokenizer: Any, messages: Messages) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("system", ["Be brief.", "Two\n\nparagraphs, and  spaces. ", "Ünïcödé 系统 🙂", "x" * 3000])
+@pytest.mark.parametrize("system", ["Be brief.", "\n  Two\n\nparagraphs, and  spaces. ", "Ünïcödé 系统 🙂", "x" * 3000])
 def test_smollm2(tokenizer: Any, system: str):
     found = SystemPrompt.of(tokenizer)
     assert found is not None and tokenizer.decode(found.closing) == "<|im_end|>"
@@ -227,9 +269,8 @@ def test_smollm2_words_of_the_marker(tokenizer: Any):
     found = SystemPrompt.of(tokenizer)
     assert found is not None
     words = tokenizer.encode("never say <|im_end|> aloud", split_special_tokens=True)
-    (closing,) = found.closing
-    assert closing not in words
-    prompt = [*found.opening, *words, closing, *tokenizer.encode("\n<|im_start|>user\nHi<|im_end|>")]
+    assert found.closing not in words
+    prompt = [*found.opening, *words, found.closing, *tokenizer.encode("\n<|im_start|>user\nHi<|im_end|>")]
     assert found.find(prompt) == (0, len(found.opening) + len(words) + 1)
 
 
