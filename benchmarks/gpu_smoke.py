@@ -23,7 +23,7 @@ from benchmarks.parity import GRAPHS, prompts
 
 MODES = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
 WHOLE = [("streaming", {"window": 4096}), ("snapkv", {"ratio": 1.0})]
-COMPRESSED = [("heterocache", {"rho": 0.5})]
+COMPRESSED = [("heterocache", {"rho": 0.5}), ("heterocache", {"rho": 0.5, "tau_drift": 1.0, "land_after": 4})]
 Generated = dict[str, list[tuple[list[int], list[float]]]]
 
 

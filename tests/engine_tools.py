@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +13,7 @@ import pytest
 import torch
 from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # benchmarks lie beside the tests and are not installed
-
-from benchmarks.engine import engine, runtime, scheduler  # noqa: E402
+from benchmarks.engine import engine, runtime, scheduler
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
 VOCAB, LAYERS, KV_HEADS = 320, 3, 2
@@ -111,7 +109,8 @@ def random_keep(ratio: float, seed: int = 3) -> Case:
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
     rule = HeteroCache(dict(profile), rho=rho, window=window)
-    return Case(f"heterocache-{name}-{rho}", "heterocache", {"rho": rho, "window": window}, rule, profile)
+    knobs = {"rho": rho, "window": window, "host_gib": 0}  # with retrieval: drift_tools
+    return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
 
 
 # ---------------------------------------------------------------------------------------- engines
@@ -217,6 +216,20 @@ def serve(llm: Any, asks: Sequence[Ask], after_step: Callable[[], None] | None =
 def greedy(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[list[int]]:
     """Greedy tokens of prompts that are submitted at once."""
     return [answer.tokens for answer in serve(llm, [Ask(prompt, tokens) for prompt in prompts])]
+
+
+def counting(llm: Any) -> Counter[str]:
+    """What the worker counts from now on; it hands its counts over with every step."""
+    state, total = runtime(llm), Counter[str]()
+    take_counts = state.take_counts
+
+    def watched() -> dict[str, int]:
+        counts = take_counts()
+        total.update({name.removeprefix("kvplug."): count for name, count in counts.items()})
+        return counts
+
+    state.take_counts = watched
+    return total
 
 
 @dataclass(frozen=True)

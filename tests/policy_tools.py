@@ -1,4 +1,4 @@
-"""HeteroCache on the head profile of `drift_tools`, without a model."""
+"""HeteroCache on the head profile of `benchmarks.drift_model`, without a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drift_tools import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
-
+from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
 from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, ProfileSettings, Provenance
 from vllm_kvplug.policies.heterocache import HeteroCache
 from vllm_kvplug.policies.registry import make_policy

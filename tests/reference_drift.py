@@ -138,7 +138,9 @@ class Drift(Watcher):
         budget = self.budgets[group.layer][head]
         if self.rule.released:
             most = max(self.budgets[group.layer][h] for h in self._cut(group))
-            return pick(group.scores, most, 0)[:budget]
+            safe = [t for start, end in self.rule.protect for t in range(start, end)]
+            best = [t for t in pick(group.scores, most, 0, self.rule.protect) if t not in safe]
+            return sorted(safe + best[: budget - len(safe)])
         return pick(group.scores, budget, 0, self.rule.protect)
 
     def _queries(self, layer: int, pivot: int) -> torch.Tensor:

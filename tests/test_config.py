@@ -76,7 +76,7 @@ def save_profile(path: Path, full_heads: int = 2, shape: ModelShape = SHAPE) -> 
 @pytest.mark.parametrize(
     "policy, knobs, words",
     [
-        ("snapkv", {"sinks": 4}, ["sinks", "budget_tokens, host_gib, kernel, ratio, window"]),
+        ("snapkv", {"sinks": 4}, ["sinks", "kernel, max_request_budget, protect_system, ratio, window"]),
         ("streaming", {"ratio": 0.5}, ["ratio", "sinks, window"]),
         ("snapkv", {"Ratio": 0.5, "windw": 3}, ["Ratio", "windw"]),
         ("snapkv", {"ratio": "half"}, ["ratio", "number"]),

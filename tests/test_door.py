@@ -77,6 +77,15 @@ def test_protected_ranges_lie_in_the_prompt(policy: Policy[Any]):
         check_request(policy, {"kvplug.protect": [0, 5, 90, 100]}, 99, 200, FLOAT32)
 
 
+@pytest.mark.parametrize("limit, most", [(1.0, 100), (0.5, 50), (0.29, 29)])
+def test_protected_tokens_are_at_most_what_a_request_may_keep(limit: float, most: int):
+    policy = make_policy("snapkv", {"max_request_budget": limit, "ratio": 0.1}, ModelShape(2, 2, 4, 32))
+    check_request(policy, {"kvplug.protect": [0, 9, 100 - most + 9, 100]}, 100, 200, FLOAT32)
+    if most < 100:
+        with pytest.raises(OptionError, match=f"{most + 1} of 100 tokens are more than the share of {limit}"):
+            check_request(policy, {"kvplug.protect": [0, 9, 100 - most + 8, 100]}, 100, 200, FLOAT32)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

@@ -199,13 +199,13 @@ class Inputs:
         tables = (self.directory, self.chunks, self.row_slot, self.lengths)
         return self.out, self.query, self.pool, *tables, self.first_head, self.num_kv_heads, self.scale
 
-    def run(self) -> torch.Tensor:
+    def run(self, plan=None) -> torch.Tensor:
         if INTERPRETED:
             from vllm_kvplug.kernels.decode_attention import decode_attention
 
-            decode_attention(*self.arguments())
+            decode_attention(*self.arguments(), plan)
         else:
-            ops.decode_attention(*self.arguments())
+            ops.decode_attention(*self.arguments(), plan)
         return self.out
 
     def reference(self) -> torch.Tensor:
@@ -279,6 +279,43 @@ def test_decode_attention_rejects():
     inputs = Inputs(CORRECTNESS[0], torch.float64, "cpu")
     with pytest.raises(RuntimeError, match="dtype must be"):
         inputs.run()
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="plans are for the Triton kernel")
+@pytest.mark.parametrize("capacity", [1, 3, 8])
+def test_one_plan_for_all_layers(device, capacity):
+    """The same rows in every layer, whatever number of splits the lengths are cut into, and after they change."""
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("plans are for the Triton kernel")
+    from vllm_kvplug.kernels.decode_attention import DecodePlan
+
+    inputs = Inputs(
+        Case(lengths=((700, 3), (0, 260), (129, 128)), row_slot=(2, -1, 0, 1), layers=3), torch.float32, device
+    )
+    plan = DecodePlan(6, 3, 2, 6, 64, inputs.query.device)
+    plan.capacity = capacity
+    plan.partial.fill_(NAN)
+    plan.sums.fill_(NAN)
+    for lengths in (inputs.lengths // 2, inputs.lengths):
+        plan.update(inputs.row_slot, lengths.contiguous())
+    check_plan(plan, inputs, capacity)
+    for layer in range(3):
+        inputs.first_head = 2 * layer
+        inputs.out.fill_(NAN)
+        check_close(inputs.run(plan), inputs.reference(), torch.float32)
+
+
+def check_plan(plan, inputs, capacity):
+    """Every token of every head is in one split, splits of a layer are as long as each other, and not too many."""
+    for layer in range(3):
+        size = 1 << int(plan.split_log2[layer])
+        lengths = [int(inputs.lengths[s, 2 * layer + h]) if s >= 0 else 0 for s in inputs.row_slot for h in range(2)]
+        counts = [-(-length // size) for length in lengths]
+        expected = [item for item, count in enumerate(counts) for _ in range(count)]
+        work = plan.work[layer].tolist()
+        assert work[: len(expected)] == expected and set(work[len(expected) :]) <= {-1}
+        assert sum(length // size for length in lengths) <= capacity
+        assert size == 128 or sum(lengths) > capacity * size // 2, "splits could be shorter"
 
 
 # ------------------------------------------------------------------------------------- both ops together
@@ -371,7 +408,7 @@ def test_cuda_graph_replay():
 def test_triton_kernel_interpreted():
     """The Triton kernel passes the decode cases on CPU tensors, in Triton's interpreter."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k"]
-    select = "(test_decode_attention and float32 or strided_out or large_scores or nan_in) and cpu"
+    select = "(test_decode_attention and float32 or strided_out or large_scores or nan_in or plan) and cpu"
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, select], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -73,7 +73,9 @@ def test_off_and_a_budget_contradict():
 
 
 def test_off_and_protected_ranges_agree():
-    assert parse_options({"kvplug.off": True, "kvplug.protect": [0, 3]}) == RequestOptions(None, ((0, 3),), True)
+    found = parse_options({"kvplug.off": True, "kvplug.protect": [0, 3]})
+    assert found == RequestOptions(None, ((0, 3),), True)
+    assert found.protecting((2, 9)) == RequestOptions(None, ((0, 9),), True)
 
 
 # ------------------------------------------------------------------------------------------------- protect
@@ -107,7 +109,7 @@ def test_protect(value: Any, ranges: tuple[tuple[int, int], ...]):
     "value",
     [5, "5", "0-5", "", "[0, 5", '"05"', '{"0": 1, "5": 2}', {0: 1}, [0, 1.5], "[0, 1.0]", "[0, Infinity]", "[0, NaN]"]
     + [[0], [0, 5, 9], [[0, 5], 9, 12], [0, 5, [9, 12]], [[0, 5, 3], [8]], [[0]], [[[0, 5]]], [0, None], [False, True]]
-    + ["[" * 100_000],
+    + [[[0, 5], "12"], "[" * 100_000],
     ids=lambda v: str(v)[:20],
 )
 def test_protect_must_be_token_ranges(value: Any):
@@ -119,6 +121,15 @@ def test_protect_must_be_token_ranges(value: Any):
 def test_protected_ranges_hold_tokens(value: Any):
     with pytest.raises(OptionError, match="kvplug.protect must be .* each needs 0 <= start < end"):
         parse_options({"kvplug.protect": value})
+
+
+def test_protected_ranges_are_few():
+    """As they are once merged."""
+    apart = [[10 * i, 10 * i + 5] for i in range(65)]
+    assert len(parse_options({"kvplug.protect": apart[1:]}).protect) == 64
+    with pytest.raises(OptionError, match="kvplug.protect takes up to 64 ranges, got 65"):
+        parse_options({"kvplug.protect": apart})
+    assert len(parse_options({"kvplug.protect": [*apart, [4, 11]]}).protect) == 64
 
 
 @settings(deadline=None)

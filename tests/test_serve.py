@@ -6,148 +6,18 @@ import asyncio
 import json
 import os
 import re
-import shutil
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_tools import ARGUMENTS, ENVIRONMENT, MAX_LEN, SERVE, Server, add_tokenizer, free_port, prompt_of, serving
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("prometheus_client")
 
-START_SECONDS = 300
-MAX_LEN = 2048
 BLOCKS = 160  # one is the null block; enough for one request of the maximum length
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    # vLLM's defaults, which engines of other tests in this process have changed.
-    "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-}
-SERVE = [sys.executable, "-m", "vllm_kvplug.cli", "serve"]
-ARGUMENTS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_LEN)]
-WORDS = "the cache of a head keeps what its last queries read and gives the rest of its pages back to others".split()
-
-
-# ------------------------------------------------------------------------------------------------ server
-
-
-@dataclass
-class Server:
-    """A running server, and the client of the test that is running."""
-
-    name: str
-    url: str
-    log: Path
-    client: Any = None
-
-    def metrics(self) -> dict[str, float]:
-        """Sum of every metric over its labels; `name{reason}` for finished requests by reason."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
-            text = response.read().decode()
-        result: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                keys = [sample.name]
-                if "finished_reason" in sample.labels:
-                    keys.append(f"{sample.name}{{{sample.labels['finished_reason']}}}")
-                for key in keys:
-                    result[key] = result.get(key, 0) + sample.value
-        return result
-
-    def wait_idle(self) -> dict[str, float]:
-        """Metrics once no request runs or waits."""
-        for _ in range(100):
-            metrics = self.metrics()
-            if metrics["vllm:num_requests_running"] == metrics["vllm:num_requests_waiting"] == 0:
-                return metrics
-            time.sleep(0.2)
-        raise AssertionError(f"requests are still running: {metrics['vllm:num_requests_running']}")
-
-    async def complete(self, prompt: str, tokens: int, **options: Any) -> Any:
-        """Greedy unless told otherwise, and past the end-of-text token."""
-        request = {"model": "served", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-        return await self.client.completions.create(**{**request, "extra_body": {"ignore_eos": True}, **options})
-
-    async def stream(self, prompt: str, tokens: int) -> Any:
-        return await self.complete(prompt, tokens, stream=True, stream_options={"include_usage": True})
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Run the coroutine that `work` makes, with a client of its own."""
-
-        async def with_client() -> Any:
-            async with openai.AsyncOpenAI(
-                base_url=f"{self.url}/v1", api_key="none", timeout=120, max_retries=0
-            ) as client:
-                self.client = client
-                return await work()
-
-        return asyncio.run(with_client())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a server and whatever it started; it leads a session of its own."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, sign)
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            return
-
-
-def wait_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
-        assert process.poll() is None, f"the server ended:\n{log.read_text()[-3000:]}"
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
-                if response.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(f"no health within {START_SECONDS} s:\n{log.read_text()[-3000:]}")
-
-
-def add_tokenizer(model_dir: Path, folder: Path) -> Path:
-    """A copy of the tiny model that can read and write text: bytes, a few merges, and an end-of-text token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    shutil.copytree(model_dir, folder)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["eos_token_id"] = tokenizer.token_to_id("<|end|>")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
@@ -158,28 +28,12 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         model = add_tokenizer(request.getfixturevalue("tiny_model_dir"), folder / "model")
     else:
         model = request.getfixturevalue("small_model_dir")
-    port, log = free_port(), folder / "log"
-    knobs = {"ratio": 0.25, "window": 16}
-    command = [*SERVE, str(model), "--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port)]
-    command += [*ARGUMENTS, "--kv-policy", "snapkv", "--kv-policy-config", json.dumps(knobs)]
+    flags = ["--kv-policy", "snapkv", "--kv-policy-config", json.dumps({"ratio": 0.25, "window": 16})]
     # A model may write white space for ever where JSON allows it.
-    command += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
-    command += ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", str(BLOCKS)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_healthy(process, url, log)
-        yield Server(request.param, url, log)
-        assert process.poll() is None, f"the server died:\n{log.read_text()[-3000:]}"
-    finally:
-        stop(process)
-
-
-def prompt_of(words: int, seed: int) -> str:
-    return " ".join(WORDS[(seed + i * i) % len(WORDS)] for i in range(words))
+    flags += ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+    flags += ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--num-gpu-blocks-override", str(BLOCKS)]
+    with serving(request.param, model, folder, flags) as running:
+        yield running
 
 
 # ------------------------------------------------------------------------------------------------- tests

@@ -15,10 +15,10 @@ Messages = list[dict[str, str]]
 
 
 class Letters:
-    """One token a letter, but a <marker> is one special token, where markers are looked for."""
+    """One token a letter, but a <marker> is one token, where markers are looked for."""
 
+    markers = {"<s>": 1001, "<end>": 1002, "<bos>": 1003}
     all_special_ids = [1001, 1002, 1003]
-    markers = ["<s>", "<end>", "<bos>"]
 
     def __init__(self, template: Callable[[Messages], str]):
         self.template = template
@@ -27,14 +27,26 @@ class Letters:
         assert not tokenize and add_generation_prompt
         return self.template(messages)
 
+    def get_added_vocab(self) -> dict[str, int]:
+        return {}
+
     def encode(self, text: str, add_special_tokens: bool = True, markers: bool = True) -> list[int]:
-        start = [1003] if add_special_tokens else []
         parts = re.split("(<s>|<end>|<bos>)", text) if markers else [text]
-        return start + [
-            token
-            for part in parts
-            for token in ([1001 + self.markers.index(part)] if part in self.markers else map(ord, part))
-        ]
+        ids = [token for part in parts for token in ([self.markers[part]] if part in self.markers else map(ord, part))]
+        return [1003] * add_special_tokens + ids
+
+    def decode(self, ids: list[int]) -> str:
+        words = {token: marker for marker, token in self.markers.items()}
+        return "".join(words.get(token) or chr(token) for token in ids)
+
+
+class Added(Letters):
+    """Markers that are added tokens and not special, as some models have them."""
+
+    all_special_ids: list[int] = []
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self.markers
 
 
 def turns(messages: Messages) -> str:
@@ -54,9 +66,10 @@ def chat(system: str | None, *texts: str) -> Messages:
 # --------------------------------------------------------------------------------------- a special marker
 
 
-def test_the_frame_of_special_markers():
-    found = SystemPrompt.of(Letters(turns))
-    assert found == SystemPrompt((1003, 1001, *map(ord, "system\n")), (1002,))
+@pytest.mark.parametrize("kind", [Letters, Added])
+def test_the_frame_of_markers(kind: type[Letters]):
+    """As far as the role: what follows it may depend on the day, or merge with the text."""
+    assert SystemPrompt.of(kind(turns)) == SystemPrompt((1003, 1001, *map(ord, "system")), 1002)
 
 
 @pytest.mark.parametrize("system", ["", "Be brief.", "a\n\nb\n", "kvplugusertext"])
@@ -101,13 +114,42 @@ def test_words_of_the_marker_are_not_the_marker():
 # ----------------------------------------------------------------------------------------- other templates
 
 
-def test_a_closing_that_is_no_special_token():
-    """All of it must match: it may begin with a letter of the text."""
-    tokenizer = Letters(plain)
+def test_a_date_in_the_frame():
+    day = "Monday"
+
+    def dated(messages: Messages) -> str:
+        return "".join(f"<s>{m['role'][:3]}\nOn {day}:\n{m['content']}<end>" for m in messages)
+
+    tokenizer = Letters(dated)
     found = SystemPrompt.of(tokenizer)
-    assert found == SystemPrompt(tuple(map(ord, "[system]")), tuple(map(ord, "[/][user]")))
-    prompt = tokenizer.encode(plain(chat("[1] Be brief [/]", "Hi [/][user]")), add_special_tokens=False)
-    assert found.find(prompt) == (0, len("[system][1] Be brief [/][/][user]"))
+    assert found is not None
+    day = "Tuesday"
+    prompt = tokenizer.encode(dated(chat("Be brief.", "Hi")), add_special_tokens=False)
+    assert found.find(prompt) == (0, prompt.index(1002) + 1)
+
+
+def test_a_role_behind_other_words():
+    """Where the first word does not tell the roles apart, all of the frame must match."""
+
+    def wordy(messages: Messages) -> str:
+        return "".join(f"<s>turn of {m['role']}: {m['content']}<end>" for m in messages)
+
+    tokenizer = Letters(wordy)
+    found = SystemPrompt.of(tokenizer)
+    assert found == SystemPrompt((1001, *map(ord, "turn of system: ")), 1002)
+    assert found.find(tokenizer.encode(wordy(chat(None, "Hi")), add_special_tokens=False)) is None
+    assert found.find(tokenizer.encode(wordy(chat("", "Hi")), add_special_tokens=False)) == (0, 18)
+
+
+def test_a_marker_that_stands_before_the_system_prompt_too():
+    def after_the_tools(messages: Messages) -> str:
+        return "<s>tools\nnone<end>" + turns(messages)
+
+    tokenizer = Letters(after_the_tools)
+    found = SystemPrompt.of(tokenizer)
+    assert found is not None
+    prompt = tokenizer.encode(after_the_tools(chat("Be brief.", "Hi")), add_special_tokens=False)
+    assert found.find(prompt) == (0, len(tokenizer.encode("<s>tools\nnone<end><bos><s>system\nBe brief.<end>", False)))
 
 
 def raises(messages: Messages) -> str:
@@ -132,12 +174,23 @@ def in_the_users_turn(messages: Messages) -> str:
     return "<bos>[INST]" + "\n\n".join(m["content"] for m in messages) + "[/INST]"
 
 
+def no_roles(messages: Messages) -> str:
+    return "".join(f"<s>{m['content']}<end>" for m in messages)
+
+
+def marked_behind(messages: Messages) -> str:
+    """A user's text would end what a user's text began."""
+    return "<s>" + "<end>".join(m["content"] for m in messages)
+
+
 def unframed(messages: Messages) -> str:
     return "".join(m["content"] for m in messages)
 
 
 @pytest.mark.parametrize(
-    "template", [raises, no_system, ignores_system, system_behind, in_the_users_turn, unframed, lambda m: ""]
+    "template",
+    [raises, no_system, ignores_system, system_behind, in_the_users_turn, no_roles, marked_behind, unframed, plain]
+    + [lambda messages: ""],
 )
 def test_templates_that_tell_no_system_prompt(template: Callable[[Messages], str]):
     assert SystemPrompt.of(Letters(template)) is None
@@ -150,14 +203,11 @@ def test_a_frame_of_no_tokens():
         def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
             return super().encode(text.strip(), *args, **kwargs)
 
-    def opening(messages: Messages) -> str:
+    def blank(messages: Messages) -> str:
         return "\n" * len(messages) + "<end>".join(m["content"] for m in messages)
 
-    def closing(messages: Messages) -> str:
-        return f"<s>{messages[0]['role']}" + "\n".join(m["content"] for m in messages)
-
-    assert SystemPrompt.of(Letters(opening)) is not None and SystemPrompt.of(Letters(closing)) is not None
-    assert SystemPrompt.of(Strips(opening)) is None and SystemPrompt.of(Strips(closing)) is None
+    assert SystemPrompt.of(Letters(blank)) is not None
+    assert SystemPrompt.of(Strips(blank)) is None
 
 
 def test_a_default_system_prompt_is_one():
@@ -188,10 +238,14 @@ def ids(tokenizer: Any, messages: Messages) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("system", ["Be brief.", "Two\n\nparagraphs, and  spaces. ", "Ünïcödé 系统 🙂", "x" * 3000])
+@pytest.mark.parametrize(
+    "system",
+    ["Be brief.", "Two\n\nparagraphs, and  spaces. ", "Ünïcödé 系统 🙂", "x" * 3000]
+    + ["1. One", "é", ".", " - a", "\n\n\tb"],
+)
 def test_smollm2(tokenizer: Any, system: str):
     found = SystemPrompt.of(tokenizer)
-    assert found is not None and tokenizer.decode(found.closing) == "<|im_end|>"
+    assert found is not None and tokenizer.decode([found.closing]) == "<|im_end|>"
     prompt = ids(tokenizer, chat(system, "Hi", "Hello", "And now?"))
     start, end = found.find(prompt) or (0, 0)
     assert start == 0 and tokenizer.decode(prompt[:end]) == f"<|im_start|>system\n{system}<|im_end|>"
@@ -216,9 +270,8 @@ def test_smollm2_words_of_the_marker(tokenizer: Any):
     found = SystemPrompt.of(tokenizer)
     assert found is not None
     words = tokenizer.encode("never say <|im_end|> aloud", split_special_tokens=True)
-    (closing,) = found.closing
-    assert closing not in words
-    prompt = [*found.opening, *words, closing, *tokenizer.encode("\n<|im_start|>user\nHi<|im_end|>")]
+    assert found.closing not in words
+    prompt = [*found.opening, *words, found.closing, *tokenizer.encode("\n<|im_start|>user\nHi<|im_end|>")]
     assert found.find(prompt) == (0, len(found.opening) + len(words) + 1)
 
 

@@ -81,7 +81,11 @@ def main() -> None:
     listing.add_argument("name", nargs="?", help="only this policy")
     listing.add_argument("--json", action="store_true", help="print JSON schemas")
     listing.set_defaults(run=policies)
-    profiling = commands.add_parser("profile", help="profile a model's heads for heterocache")
+    profiling = commands.add_parser(
+        "profile",
+        help="profile a model's heads for heterocache",
+        usage="kvplug profile MODEL --texts FILE [FILE ...] [options]",  # argparse would put MODEL behind the files
+    )
     profile.add_arguments(profiling)
     profiling.set_defaults(run=profile.run)
     args: Any = parser.parse_args()

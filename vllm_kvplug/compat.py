@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -121,19 +121,37 @@ def policy_stats(scheduler_stats: Any) -> dict[str, int]:
     return scheduler_stats.running_lora_adapters
 
 
-def check_request(vllm_config: Any, request: Any) -> None:
-    """Check an EngineCoreRequest against the policy of its engine; ValueError (HTTP 400) with the reason."""
-    model, params = vllm_config.model_config, request.sampling_params
+def check_request(vllm_config: Any, prompt_len: int, params: Any) -> None:
+    """Check a request's SamplingParams against the policy of its engine; raises what vLLM answers with HTTP 400."""
+    model = vllm_config.model_config
     name = json.dumps(vllm_config.additional_config[ADDITIONAL_KEY], sort_keys=True)
     policy = policy_from_json(name, model_shape(vllm_config))
-    prompt = request.prompt_token_ids if request.prompt_token_ids is not None else request.prompt_embeds
-    longest = min(len(prompt) + (params.max_tokens or 0), model.max_model_len)
+    longest = model.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
     try:
-        door.check_request(policy, params.extra_args, len(prompt), longest, model.dtype.itemsize)
-    except OptionError:
+        door.check_request(
+            policy, params.extra_args, prompt_len, min(longest, model.max_model_len), model.dtype.itemsize
+        )
+    except OptionError as error:
         for metrics in _METRICS:
             metrics.refused.inc()
-        raise
+        raise _refusal()(str(error)) from None
+
+
+@cache
+def _refusal() -> type[ValueError]:
+    """Any other ValueError in a request's beginning is an internal error (HTTP 500) to AsyncLLM."""
+    from vllm.exceptions import VLLMValidationError
+
+    return type("RequestRefused", (VLLMValidationError, OptionError), {})
+
+
+def prompt_length(prompt: Any) -> int:
+    """Tokens of a prompt in any of the forms that lead to an EngineCoreRequest, or of that request."""
+    from vllm.utils import length_from_prompt_token_ids_or_embeds
+
+    names = ("prompt_token_ids", "prompt_embeds")
+    ids, embeds = (prompt.get(name) if isinstance(prompt, dict) else getattr(prompt, name) for name in names)
+    return length_from_prompt_token_ids_or_embeds(ids, embeds)
 
 
 def check_layer(

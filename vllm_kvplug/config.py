@@ -57,7 +57,8 @@ class PolicyConfig(BaseModel):
         default=1.0,
         gt=0,
         le=1,
-        description="Largest kvplug.budget that a request may ask for; below 1 also refuses kvplug.off.",
+        description="Largest kvplug.budget that a request may ask for, and the largest share of its prompt that "
+        "kvplug.protect may cover; below 1 also refuses kvplug.off.",
     )
     protect_system: bool = Field(
         default=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_kvplug.config import CONFIG_FLAG
+from vllm_kvplug.config import CONFIG_FLAG, share_of
 from vllm_kvplug.options import OptionError, parse_options
 from vllm_kvplug.policies.base import Policy
 
@@ -23,6 +23,12 @@ def check_request(
     if beyond:
         raise OptionError(f"kvplug.protect: the prompt has {prompt_len} tokens, a range ends at {beyond[0]}")
     served = policy.for_request(options)
+    protected, limit = options.protected(prompt_len), policy.config.max_request_budget
+    if protected > share_of(limit, prompt_len):
+        raise OptionError(
+            f"kvplug.protect: {protected} of {prompt_len} tokens are more than the share of {limit} that this server "
+            "allows a request to keep"
+        )
     # A short prompt may need more than a longer one: near `min_tokens` more of its satellites are cut.
     need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
     if need > capacity:

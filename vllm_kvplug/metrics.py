@@ -22,7 +22,11 @@ COUNTERS = {
 """What workers count: name and help of the metric, and its unit in terms of ours."""
 
 GAUGES = {
-    "kept_ppm": ("vllm:kvplug_kept_ratio", "Share of prompt tokens that decoding requests keep, over all heads.", 1e-6),
+    "kept_ppm": (
+        "vllm:kvplug_kept_ratio",
+        "Share of their prompts' tokens that decoding requests kept, over all heads; 0 while none decodes.",
+        1e-6,
+    ),
     "host_used_bytes": ("vllm:kvplug_host_used_bytes", "Host tier bytes reserved by live requests, on one rank.", 1.0),
     "host_total_bytes": ("vllm:kvplug_host_total_bytes", "Size of the host tier, on one rank.", 1.0),
 }

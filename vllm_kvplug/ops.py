@@ -8,7 +8,9 @@ import functools
 import importlib.machinery
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -82,6 +84,19 @@ def kv_write(pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dest: t
     torch.ops.vllm_kvplug.kv_write(pool, key, value, dest)
 
 
+def decode_plan(rows: int, layers: int, kv_heads: int, query_heads: int, head_dim: int, device: torch.device) -> Any:
+    """A `DecodePlan` for up to `rows` rows on CUDA: persistent tensors that say which part of which head each program
+    of a launch attends to. None on the CPU, where the op divides the work itself.
+
+    Call its `update(row_slot, lengths)` whenever either has changed, before `decode_attention`.
+    """
+    if device.type != "cuda":
+        return None
+    from vllm_kvplug.kernels.decode_attention import DecodePlan
+
+    return DecodePlan(rows, layers, kv_heads, query_heads, head_dim, device)
+
+
 def decode_attention(
     out: torch.Tensor,
     query: torch.Tensor,
@@ -93,6 +108,7 @@ def decode_attention(
     first_head: int,
     num_kv_heads: int,
     scale: float,
+    plan: Any = None,
 ) -> None:
     """Softmax attention of one query token per row over all stored tokens of one layer's heads, in float32.
 
@@ -110,6 +126,7 @@ def decode_attention(
         first_head: the layer's heads are first_head ... first_head + num_kv_heads - 1 of N.
         num_kv_heads: KV heads of the layer; divides Hq.
         scale: factor of the scores before the softmax.
+        plan: a `decode_plan` that was updated for these rows and lengths; on CUDA one is made if it is None.
 
     Raises:
         RuntimeError: on the CPU, wrong shapes or dtypes.
@@ -117,12 +134,26 @@ def decode_attention(
         ValueError: on CUDA, a head size that is not a power of two from 16 to 256, or a last dimension of
             `out` or `query` that is not contiguous.
     """
+    tensors = (out, query, pool, directory, chunks, row_slot, lengths)
     if query.is_cuda:
         from vllm_kvplug.kernels.decode_attention import decode_attention as run
+
+        run(*tensors, first_head, num_kv_heads, scale, plan)
     else:
         load_library()
-        run = torch.ops.vllm_kvplug.decode_attention
-    run(out, query, pool, directory, chunks, row_slot, lengths, first_head, num_kv_heads, scale)
+        torch.ops.vllm_kvplug.decode_attention(*tensors, first_head, num_kv_heads, scale)
+
+
+def prefill_plan(rows: Sequence[tuple[int, int, int, int, int]], device: torch.device) -> Any:
+    """A `PrefillPlan` of a batch's prompt rows on CUDA, None on the CPU or without rows.
+
+    rows: (request slot, first token in the batch, tokens, position of the first, tokens stored before) of each.
+    """
+    if device.type != "cuda" or not rows:
+        return None
+    from vllm_kvplug.kernels.prefill_attention import PrefillPlan
+
+    return PrefillPlan(rows, device)
 
 
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:

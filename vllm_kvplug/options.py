@@ -13,6 +13,9 @@ from typing import Any
 PREFIX = "kvplug."
 KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off")
 
+MOST_RANGES = 64
+"""Protected ranges of a request: each is a kernel launch per layer, in a step that others wait for."""
+
 
 class OptionError(ValueError):
     """A `kvplug.*` option that cannot be served; the message names the option."""
@@ -90,7 +93,10 @@ def _ranges(value: Any) -> tuple[tuple[int, int], ...]:
         raise OptionError(expected) from None
     if any(start < 0 or end <= start for start, end in ranges):
         raise OptionError(f"{expected}; each needs 0 <= start < end")
-    return _disjoint(ranges)
+    disjoint = _disjoint(ranges)
+    if len(disjoint) > MOST_RANGES:
+        raise OptionError(f"kvplug.protect takes up to {MOST_RANGES} ranges, got {len(disjoint)}")
+    return disjoint
 
 
 def _disjoint(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -34,8 +34,8 @@ class PagePlan:
         self.shape = shape
         self.ring_tokens = ring_tokens
         self.shrinks = kept is not None
-        self._kept_of = None if kept is None else lru_cache(maxsize=4096)(kept)
-        self._rank_bins = lru_cache(maxsize=4096)(self._count_bins)
+        self._kept_of = None if kept is None else lru_cache(maxsize=1024)(kept)
+        self._rank_bins = lru_cache(maxsize=1024)(self._count_bins)
 
     @property
     def heads_per_rank(self) -> int:

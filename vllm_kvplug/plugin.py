@@ -68,6 +68,12 @@ SEAMS = (
         "a hook that sees request and VllmConfig (Platform.validate_request sees no config)",
     ),
     Seam(
+        "AsyncLLM.generate",
+        "patch: check_requests_at_the_door, only once an engine has a policy",
+        "the same, before a stream begins: its first step comes when the client has already got HTTP 200",
+        "process inputs when generate is called, not when its first output is asked for",
+    ),
+    Seam(
         "PrometheusStatLogger.__init__, record",
         "patch: publish_metrics, only once an engine has a policy",
         "vllm:kvplug_* on /metrics; the stat logger plugin group would turn statistics on for engines without a policy",
@@ -89,6 +95,9 @@ SEAMS = (
 )
 
 _MARK = "_kvplug_arguments"
+
+RENDERED = ("token", "embeds")
+"""Types of prompts that are ready for an engine; the server renders every prompt before it calls one."""
 
 
 def register() -> None:
@@ -171,21 +180,29 @@ def add_policy_arguments(module: ModuleType) -> None:
 
 def check_requests_at_the_door() -> None:
     """Let the front end refuse what the policy of its engine cannot serve."""
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
     if hasattr(InputProcessor, _MARK):
         return
     setattr(InputProcessor, _MARK, True)
-    process_inputs = InputProcessor.process_inputs
+    process_inputs, generate = InputProcessor.process_inputs, AsyncLLM.generate
 
     @functools.wraps(process_inputs)
     def process_inputs_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
         if compat.has_policy(self.vllm_config) and request.sampling_params is not None:
-            compat.check_request(self.vllm_config, request)
+            compat.check_request(self.vllm_config, compat.prompt_length(request), request.sampling_params)
         return request
 
+    @functools.wraps(generate)
+    def check_and_generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        if compat.has_policy(self.vllm_config) and isinstance(prompt, dict) and prompt.get("type") in RENDERED:
+            compat.check_request(self.vllm_config, compat.prompt_length(prompt), sampling_params)
+        return generate(self, prompt, sampling_params, *args, **kwargs)
+
     setattr(InputProcessor, process_inputs.__name__, process_inputs_and_check)
+    setattr(AsyncLLM, generate.__name__, check_and_generate)
 
 
 def publish_metrics() -> None:

@@ -264,7 +264,7 @@ def test_command_writes_a_profile_and_a_picture(model, folder, tmp_path, capsys)
     assert command.run(args) == 0
 
     profile = HeadProfile.load(out)
-    assert profile.model.name == "tiny"
+    assert profile.model.name == folder.name
     assert profile.model.fingerprint == model_fingerprint(model.config)
     assert (profile.model.layers, profile.model.kv_heads, profile.model.query_heads) == (3, 2, 6)
     texts = profile.provenance.texts
@@ -272,7 +272,7 @@ def test_command_writes_a_profile_and_a_picture(model, folder, tmp_path, capsys)
     assert {(text.tokens, text.steps) for text in texts} == {(24, 3)}
     assert profile.provenance.settings == ProfileSettings(length=24, steps=3, tau_sim=0.3, tau_stable=0.2)
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "head profile of tiny" in capsys.readouterr().out
+    assert f"head profile of {folder.name}" in capsys.readouterr().out
 
 
 def test_texts_without_a_text_field_are_refused(tmp_path):

@@ -116,15 +116,19 @@ def test_positions_of_satellites(scores: list[float], data: st.DataObject):
     tokens = len(scores)
     most = data.draw(st.integers(1, tokens), "largest share")
     count = data.draw(st.integers(1, most), "share")
+    protected = data.draw(st.integers(0, count), "protected")
     best = sorted(range(tokens), key=lambda t: (-scores[t], t))
     order = ranking(torch.tensor([scores]))[0]
     assert satellite_positions(order, count).tolist() == sorted(best[:count])
     assert released_positions(order, count, most).tolist() == sorted(best[:most])[:count]
+    others = sorted(best[protected:most])[: count - protected]
+    assert released_positions(order, count, most, protected).tolist() == sorted(best[:protected] + others)
 
 
 def test_positions_by_hand():
     order = torch.tensor([7, 2, 9, 0, 5, 1, 3, 4, 6, 8])
     assert satellite_positions(order, 3).tolist() == [2, 7, 9]
     assert released_positions(order, 3, 5).tolist() == [0, 2, 5]  # the best token, 7, is lost
+    assert released_positions(order, 3, 5, protected=1).tolist() == [0, 2, 7]
     assert released_positions(order, 3, 3).tolist() == [2, 7, 9]
     assert satellite_positions(order, 10).tolist() == released_positions(order, 10, 10).tolist() == list(range(10))

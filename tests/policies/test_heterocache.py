@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drift_tools import KV_HEADS, LAYERS, PROFILE
 from policy_tools import heterocache
 from reference_drift import HeteroCacheDrift
 
+from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE
 from vllm_kvplug.calibrate.profile import ProfileSettings
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.base import Cluster, Retrieval

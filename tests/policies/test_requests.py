@@ -51,8 +51,10 @@ def test_a_budget_changes_no_other_knob():
 
 def test_heterocache_budgets_and_drift_sets(tmp_path: Path):
     """Also what was computed at start-up must not be the server's."""
-    policy, expected = heterocache(tmp_path, rho=0.9), heterocache(tmp_path, rho=0.55)
+    others = {"min_tokens": 30, "kernel": 7, "codec": "fp8"}
+    policy, expected = heterocache(tmp_path, rho=0.9, **others), heterocache(tmp_path, rho=0.55, **others)
     served = policy.for_request(options(0.55))
+    assert served.config == expected.config
     for tokens in (1, 17, 100, 1001):
         assert served.kept(tokens) == served.plan().kept(tokens) == expected.kept(tokens)
         assert served.drift_tokens(tokens) == expected.drift_tokens(tokens)
@@ -120,8 +122,8 @@ def test_streaming_is_the_same_for_all(asked: RequestOptions):
 @pytest.mark.parametrize("asked", [options(0.6), options(off=True), options(0.55, (3, 60)), options(None, (0, 90))])
 def test_the_servers_policy_stays_as_it_is(tmp_path: Path, asked: RequestOptions):
     policy = heterocache(tmp_path, rho=0.7)
-    before = dict(vars(policy))
     kept, slots, plan = policy.kept(100), policy.host_slots(100), policy.plan()
+    before = dict(vars(policy))
     served = policy.for_request(asked)
     assert served is not policy and served.options == asked
     assert served.plan().kept(100) != kept
@@ -135,6 +137,14 @@ def test_no_options_no_other_object():
     assert policy.for_request(RequestOptions()) is policy
     served = policy.for_request(options(0.25))
     assert served.for_request(options(0.25)) is served
+
+
+def test_a_request_that_waits_is_not_worked_out_again():
+    """What its plan has computed is kept with it; a policy of the same kind has others."""
+    one, other = make_policy("snapkv", {}, SHAPE), make_policy("snapkv", {"window": 9}, SHAPE)
+    served = one.for_request(options(0.25))
+    assert one.for_request(options(0.25)) is served and served.plan() is served.plan()
+    assert other.for_request(options(0.25)) is not served and one.for_request(options(0.26)) is not served
 
 
 # -------------------------------------------------------------------------------------------- off, protect

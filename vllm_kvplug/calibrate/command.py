@@ -37,12 +37,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain text files, or .jsonl with a 'text' field a line; used as they are, so apply the chat "
         "template first if the model will see one",
     )
-    parser.add_argument("--length", type=int, default=default.length, help="prompt tokens per text")
-    parser.add_argument("--steps", type=int, default=default.steps, help="decode steps per text")
-    parser.add_argument("--top-fraction", type=float, default=default.top_fraction, help="active / all")
-    parser.add_argument("--kernel", type=int, default=default.kernel, help="average pool over positions")
-    parser.add_argument("--tau-stable", type=float, default=default.tau_stable, help="anchor or volatile")
-    parser.add_argument("--tau-sim", type=float, default=default.tau_sim, help="similar enough for a cluster")
+    parser.add_argument(
+        "--length", type=int, default=default.length, help="prompt tokens per text (default %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=default.steps, help="decode steps per text (default %(default)s)")
+    parser.add_argument(
+        "--top-fraction", type=float, default=default.top_fraction, help="active / all (default %(default)s)"
+    )
+    parser.add_argument(
+        "--kernel", type=int, default=default.kernel, help="average pool over positions (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tau-stable", type=float, default=default.tau_stable, help="anchor or volatile (default %(default)s)"
+    )
+    parser.add_argument(
+        "--tau-sim", type=float, default=default.tau_sim, help="similar enough for a cluster (default %(default)s)"
+    )
     parser.add_argument("--out", type=Path, help="profile to write (default profiles/<model>.json)")
     parser.add_argument("--png", type=Path, help="also draw the profile")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -57,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     if args.png and find_spec("matplotlib") is None:  # say so before the minutes of measuring
         raise PolicyError("profile: --png needs matplotlib: pip install matplotlib")
     out = args.out or Path("profiles") / f"{Path(args.model).name}.json"
-    profile = profile_model(args.model, texts, settings, name=out.stem, dtype=args.dtype)
+    profile = profile_model(args.model, texts, settings, name=Path(args.model).name, dtype=args.dtype)
     profile.save(out)
     if args.png:
         from vllm_kvplug.calibrate.plot import save_plot

@@ -44,9 +44,11 @@ def satellite_positions(order: torch.Tensor, count: int) -> torch.Tensor:
     return order[:count].sort().values
 
 
-def released_positions(order: torch.Tensor, count: int, most: int) -> torch.Tensor:
+def released_positions(order: torch.Tensor, count: int, most: int, protected: int = 0) -> torch.Tensor:
     """What the released code takes: the EARLIEST `count` of the `most` best positions.
 
-    It sorts the largest satellite's share by position before it cuts, so the others lose their best tokens.
+    It sorts the largest satellite's share by position before it cuts, so the others lose their best tokens; here
+    not the first `protected` of the ranking, of which that code knows nothing.
     """
-    return order[:most].sort().values[:count]
+    earliest = order[protected:most].sort().values[: count - protected]
+    return torch.cat([order[:protected], earliest]).sort().values

@@ -142,13 +142,35 @@ class PageTables:
         chunk = torch.where(on, self.directory[slot, heads, column].long(), self.sizes.chunks)
         self.chunks[chunk, entry % CHUNK] = pages.int()
 
-    def append(self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor, sinks: int, ring: int):
+    def append(
+        self,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        position: torch.Tensor,
+        sinks: int,
+        ring: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Places for one new token of every head, one per row: append below `ring` tokens, overwrite after.
 
-        slots int64 [R]; rows int32 [R, blocks]; position int [R], of the new token. A head that holds
+        slots int64 [R]; rows int32 [R, blocks]; position int64 [R], of the new token. A head that holds
         `ring` tokens overwrites the oldest of those behind its first `sinks`. Returns token slots int64
-        [R, heads], -1 for rows without a request, and lengthens the heads.
+        [R, heads], in `out` if that is given, -1 for rows without a request, and lengthens the heads.
         """
+        if out is None:
+            out = torch.empty((slots.shape[0], self.sizes.heads), dtype=torch.int64, device=slots.device)
+        if self.lengths.is_cuda:
+            from vllm_kvplug.kernels.append import append
+
+            append(self, out, slots, rows, position, sinks, ring)
+        else:
+            out.copy_(self._append(slots, rows, position, sinks, ring))
+        return out
+
+    def _append(
+        self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor, sinks: int, ring: int
+    ) -> torch.Tensor:
+        """`append` in plain torch: what the kernel is held to."""
         live = slots >= 0
         index = self._with_trash(slots)
         length = self.lengths[index].long()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -137,6 +138,10 @@ class Policy(ABC, Generic[ConfigT]):
         return type(self).kept is not Policy.kept and not self.options.off
 
     def plan(self) -> PagePlan:
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> PagePlan:
         kept = self._kept_with_protected if self.evicts_after_prefill else None
         return PagePlan(self.shape, kept, self.ring.tokens if self.ring else None)
 
@@ -146,8 +151,9 @@ class Policy(ABC, Generic[ConfigT]):
 
     def for_request(self, options: RequestOptions) -> Self:
         """The policy as it serves a request with `options`; OptionError if it cannot."""
-        if options == self.options:
-            return self
+        return self if options == self.options else _for_request(self, options)
+
+    def _for_request(self, options: RequestOptions) -> Self:
         if self.ring is not None:
             raise OptionError(f"policy '{self.name}' has one ring for all: remove {', '.join(KEYS)}")
         asked = 1.0 if options.off else options.budget
@@ -156,6 +162,7 @@ class Policy(ABC, Generic[ConfigT]):
             raise OptionError(f"this server allows a kvplug.budget of at most {limit}, and no kvplug.off below 1")
         served = copy.copy(self)
         served.options = options
+        vars(served).pop("_plan", None)
         if options.budget is not None:
             served.config = self._config_for(options.budget)
             try:
@@ -176,7 +183,7 @@ class Policy(ABC, Generic[ConfigT]):
         """(layer, global head) of the heads in `heads` whose prompt of `prompt_len` tokens goes to the host."""
         if self.retrieval is None or not self.evicts_after_prefill:
             return []
-        kept = self._kept_with_protected(prompt_len)
+        kept = self.plan().kept(prompt_len)
         return [
             (cluster.layer, head)
             for cluster in self.retrieval.clusters
@@ -201,3 +208,9 @@ class Policy(ABC, Generic[ConfigT]):
     def summary(self) -> str:
         """One line for the log: the resolved budget in words."""
         return ", ".join(f"{k}={v}" for k, v in self.config.model_dump(exclude_none=True).items())
+
+
+@lru_cache(maxsize=16)
+def _for_request(policy: Policy[Any], options: RequestOptions) -> Any:
+    """The last few, with what their plans have computed: a request that waits is looked at in every step."""
+    return policy._for_request(options)

@@ -22,8 +22,8 @@ from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, explain, sh
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Cluster, Policy, PromptView, Retrieval
-from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.quant.higgs import MAX_GROUP
+from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
 
 TAU_DRIFT = 0.5

@@ -24,11 +24,11 @@ class Admitted:
 
     prefill_end: int
     plan: PagePlan
-    shrunk: bool = False
+    decoding: bool = False
 
     @cached_property
     def kept_tokens(self) -> int:
-        """Prompt tokens kept, over all heads."""
+        """Prompt tokens kept when the prompt is complete, over all heads."""
         return sum(map(sum, self.plan.kept(self.prefill_end)))
 
 
@@ -45,7 +45,6 @@ class HeadPageManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         assert isinstance(self.kv_cache_spec, HeadPageSpec)
         self.policy = self.kv_cache_spec.resolved
-        self._default_plan = self.policy.plan()
         self._itemsize = self.kv_cache_spec.dtype.itemsize
         self.host = HostLedger(self.policy.host_capacity(self._itemsize))
         self._admitted: dict[str, Admitted] = {}
@@ -65,9 +64,7 @@ class HeadPageManager(FullAttentionManager):
         known = self._admitted.get(request_id)
         if known is not None:
             return known
-        policy = self._policy_of(request_id)
-        plan = self._default_plan if policy is self.policy else policy.plan()
-        return Admitted(self.requests[request_id].num_tokens, plan)
+        return Admitted(self.requests[request_id].num_tokens, self._policy_of(request_id).plan())
 
     def _missing_blocks(self, request_id: str, num_tokens: int) -> int:
         state = self._state(request_id)
@@ -100,11 +97,12 @@ class HeadPageManager(FullAttentionManager):
         the step that completes the prompt, so once that step is processed the tail is no longer read.
         """
         state = self._admitted.get(request_id)
-        if state is None or state.shrunk or not state.plan.shrinks or processed_computed_tokens < state.prefill_end:
+        if state is None or state.decoding or processed_computed_tokens < state.prefill_end:
             return
-        state.shrunk = True
+        state.decoding = True
         end = state.prefill_end
-        self._remove_blocks_in_range(request_id, state.plan.decode_blocks(end, end), state.plan.prefill_blocks(end))
+        if state.plan.shrinks:
+            self._remove_blocks_in_range(request_id, state.plan.decode_blocks(end, end), state.plan.prefill_blocks(end))
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._admitted.pop(request_id, None)
@@ -117,11 +115,10 @@ class HeadPageManager(FullAttentionManager):
         if self.host.capacity:
             slot = self.policy.host_slot_bytes(self._itemsize)
             found |= {"host_used_bytes": self.host.used * slot, "host_total_bytes": self.host.capacity * slot}
-        shrunk = [state for state in self._admitted.values() if state.shrunk]
-        if shrunk:
-            kept = sum(state.kept_tokens for state in shrunk)
-            whole = sum(state.prefill_end for state in shrunk) * self.policy.shape.heads
-            found["kept_ppm"] = round(1e6 * kept / whole)
+        decoding = [state for state in self._admitted.values() if state.decoding]
+        kept = sum(state.kept_tokens for state in decoding)
+        whole = sum(state.prefill_end for state in decoding) * self.policy.shape.heads
+        found["kept_ppm"] = round(1e6 * kept / max(whole, 1))
         return {PREFIX + name: value for name, value in found.items()}
 
     def cache_blocks(self, *args: Any, **kwargs: Any) -> None:

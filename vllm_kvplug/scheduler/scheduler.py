@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -16,6 +17,10 @@ from vllm_kvplug.system_prompt import SystemPrompt
 
 OPTIONS = "kvplug_options"
 """Name under which a request's options are kept on vLLM's Request."""
+
+UNPROTECTED = "not protected: no chat template shows where one begins and ends. Requests may ask for kvplug.protect"
+
+logger = init_logger("vllm.kvplug.scheduler")
 
 
 class _LifecycleMixin:
@@ -33,9 +38,11 @@ class _LifecycleMixin:
         self._head_pages.options = self._options
 
         policy = self._head_pages.policy
-        evicts = policy.evicts_after_prefill and policy.config.protect_system
-        tokenizer = compat.tokenizer(self.vllm_config) if evicts else None
+        wanted = policy.evicts_after_prefill and policy.config.protect_system
+        tokenizer = compat.tokenizer(self.vllm_config) if wanted else None
         self._system_prompt = SystemPrompt.of(tokenizer) if tokenizer is not None else None
+        if wanted:
+            logger.info("System prompts are %s.", "protected" if self._system_prompt else UNPROTECTED)
 
     def _options(self, request: Any) -> RequestOptions:
         """The options of a request, with its system prompt protected; they were checked at the door."""

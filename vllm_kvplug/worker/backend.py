@@ -123,8 +123,7 @@ class HeadPageImpl(AttentionImpl):
         first = index * self.num_kv_heads
         place = step.place[:, first : first + self.num_kv_heads]
         # Prompt chunks read what the request stored before this step, so they attend before anything is written.
-        for row in step.prefill:
-            output[row.tokens] = self._attend_chunk(row, first, query, key, value)
+        self._attend_chunks(step, first, query, key, value, output)
         tokens = step.tokens
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if step.decode_rows:
@@ -141,24 +140,39 @@ class HeadPageImpl(AttentionImpl):
                 first,
                 self.num_kv_heads,
                 self.scale,
+                runtime.decode_plan,
             )
             runtime.record_decodes(step, index, query[rows])
         for row in step.prefill:
             runtime.finish_layer(row, index, query[row.tokens], key[row.tokens], value[row.tokens])
         return output
 
-    def _attend_chunk(
-        self, row: PrefillRow, first: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        stored = None
-        if row.stored:
-            assert self.runtime.tables is not None and self.runtime.pool is not None
-            device = query.device
-            heads = torch.arange(first, first + self.num_kv_heads, device=device)
-            index = torch.arange(row.stored, device=device)
-            slot = torch.tensor(row.slot, device=device)
-            stored = self.runtime.pool.gather(self.runtime.tables.locate(slot, heads[:, None], index))
-        chunk = row.tokens
-        return chunk_attention(
-            query[chunk], key[chunk], value[chunk], stored, row.start, self.runtime.policy.ring, self.scale
-        )
+    def _attend_chunks(
+        self,
+        step: Step,
+        first: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        runtime, ring = self.runtime, self.runtime.policy.ring
+        assert runtime.tables is not None and runtime.pool is not None
+        if step.prefill_plan is not None:
+            from vllm_kvplug.kernels.prefill_attention import prefill_attention
+
+            tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
+            where = (runtime.pool.pages, tables.directory, tables.chunks, step.prefill_plan)
+            prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
+            return
+        for row in step.prefill:
+            chunk = row.tokens
+            stored = self._stored(row, first) if row.stored else None
+            output[chunk] = chunk_attention(query[chunk], key[chunk], value[chunk], stored, row.start, ring, self.scale)
+
+    def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer's heads before this step, each [KV heads, stored, d]."""
+        assert self.runtime.tables is not None and self.runtime.pool is not None
+        heads = torch.arange(first, first + self.num_kv_heads)
+        slots = self.runtime.tables.locate(torch.tensor(row.slot), heads[:, None], torch.arange(row.stored))
+        return self.runtime.pool.gather(slots)

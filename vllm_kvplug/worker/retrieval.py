@@ -227,7 +227,8 @@ class Retriever:
         local = {h: count for h, count in budgets.items() if h in g.head_range}
         most = max(budgets.values(), default=0)
         if self.retrieval.as_released:
-            positions = [released_positions(order, count, most) for count in local.values()]
+            protected = request.policy.options.protected(request.prefill_end)
+            positions = [released_positions(order, count, most, protected) for count in local.values()]
         else:
             positions = [satellite_positions(order, count) for count in local.values()]
         heads = [layer * g.kv_heads + h - g.first_head for h in local]

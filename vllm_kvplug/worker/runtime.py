@@ -62,6 +62,7 @@ class Runtime:
     geometry: Geometry
     device: torch.device
     max_batch: int
+    max_rows: int
     peers: Peers | None = None
     live: dict[str, LiveRequest] = field(default_factory=dict)
     pool: PagePool | None = None
@@ -78,6 +79,8 @@ class Runtime:
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
+        g = self.geometry
+        self.decode_plan = ops.decode_plan(self.max_rows, g.layers, g.kv_heads, g.query_heads, g.head_dim, self.device)
 
     # ---- memory
 
@@ -90,6 +93,7 @@ class Runtime:
         staging = self._staging_tokens() * 2 * self.geometry.head_dim * self._itemsize
         pivots = self.pivots.fixed_bytes() if self.pivots else 0
         tables = self.table_sizes(0).fixed_bytes() + self._place_bytes()
+        tables += self.decode_plan.fixed_bytes() if self.decode_plan else 0
         return tables + self.windows.fixed_bytes() + pivots + staging + self._workspace()
 
     def bytes_per_block(self) -> int:
@@ -153,6 +157,7 @@ class Runtime:
         query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
         new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
+        self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
             query,
@@ -164,6 +169,7 @@ class Runtime:
             0,
             g.kv_heads,
             g.scale,
+            self.decode_plan,
         )
 
     # ---- the way of a step
@@ -197,6 +203,7 @@ class Runtime:
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
         decode_rows = rows if rows == tokens else 0
+        self._plan_decode(decode_rows)
         return Step(decode_rows, self._row_slot[:rows], self._phase[:rows], self._place[:tokens])
 
     def prepare(
@@ -230,16 +237,29 @@ class Runtime:
             self._row_slot[:decode_rows] = on_device.int()
             if self.retriever:
                 self._phase[:live_decodes] = self._upload(torch.tensor(phases, dtype=torch.int64))
-            last = device_lengths[:decode_rows] - 1
-            self._place[:decode_rows] = self.tables.append(
-                on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens
-            )
+            last = device_lengths[:decode_rows].long() - 1
+            places = self._place[:decode_rows]
+            self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens, places)
+            self._plan_decode(decode_rows)
         prefill = tuple(
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
             for i in range(decode_rows, len(rows))
         )
-        slots_of_rows, phase_of_rows = self._row_slot[:decode_rows], self._phase[:decode_rows]
-        return Step(decode_rows, slots_of_rows, phase_of_rows, self._place[:padded_tokens], prefill)
+        described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in prefill]
+        return Step(
+            decode_rows,
+            self._row_slot[:decode_rows],
+            self._phase[:decode_rows],
+            self._place[:padded_tokens],
+            prefill,
+            ops.prefill_plan(described, self.device),
+        )
+
+    def _plan_decode(self, rows: int) -> None:
+        """Divide the work of the decode rows, once for all layers; their slots and lengths are final."""
+        if self.decode_plan is not None and rows:
+            assert self.tables is not None
+            self.decode_plan.update(self._row_slot[:rows], self.tables.lengths)
 
     def end_step(self) -> None:
         """After the last layer: end the prompts that ended in a decode row, and check decoding ones for drift."""

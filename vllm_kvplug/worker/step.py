@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,6 +34,7 @@ class Step:
 
     row_slot: int32 [decode_rows], the slot of each row's request, -1 for padding.
     phase: int64 [decode_rows], the place of each row's query in the window of the next drift check.
+    prefill_plan: the `ops.prefill_plan` of the prefill rows.
     place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
     """
 
@@ -41,6 +43,7 @@ class Step:
     phase: torch.Tensor
     place: torch.Tensor
     prefill: tuple[PrefillRow, ...] = ()
+    prefill_plan: Any = None
 
     @property
     def tokens(self) -> int:

@@ -58,9 +58,10 @@ class PolicyWorkerMixin:
             max_tokens=config.model_config.max_model_len,
         )
         captured = max(config.compilation_config.cudagraph_capture_sizes or [0])
-        max_batch = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
+        max_rows = max(scheduler.max_num_seqs, captured)
+        max_batch = max(scheduler.max_num_batched_tokens, max_rows)
         peers = TensorParallelPeers() if policy.retrieval and shape.tensor_parallel > 1 else None
-        return Runtime(policy, geometry, self.device, max_batch, peers, runner=self.model_runner)
+        return Runtime(policy, geometry, self.device, max_batch, max_rows, peers, runner=self.model_runner)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         policy = json.dumps(self.vllm_config.additional_config[ADDITIONAL_KEY], sort_keys=True)

@@ -1,0 +1,95 @@
+"""Our metrics in step with the scheduler, and none of them beside an engine without a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_tools import (
+    Ask,
+    one_thread,  # noqa: F401
+    scheduler,
+    serve,
+    snapkv,
+    streaming,
+    tiny_engine,
+    token_ids,
+)
+
+prometheus = pytest.importorskip("prometheus_client")
+
+
+def ours() -> dict[str, float]:
+    """Every kvplug sample that a front end of this process would show."""
+    families = prometheus.REGISTRY.collect()
+    return {s.name: s.value for family in families for s in family.samples if "kvplug" in s.name}
+
+
+def ask(length: int, **options: Any) -> Ask:
+    extra = {f"kvplug.{name}": value for name, value in options.items()}
+    return Ask(token_ids(length), 4, sampling={"extra_args": extra})
+
+
+def kept_ratios(llm: Any, asks: list[Ask]) -> list[float]:
+    """After each step of requests that run at once."""
+    ratios: list[float] = []
+    serve(llm, asks, lambda: ratios.append(ours()["vllm:kvplug_kept_ratio"]))
+    assert not scheduler(llm).requests
+    return ratios
+
+
+CASES: dict[str, tuple[Any, Mapping[str, Any], float]] = {
+    "the server's budget": (snapkv(0.3), {}, 60 / 200),
+    "its own": (snapkv(0.3), {"budget": 0.1}, 20 / 200),
+    "protected tokens on top": (snapkv(0.3), {"protect": [0, 90]}, 90 / 200),
+    "off": (snapkv(0.3), {"off": True}, 1),
+    "a ring": (streaming(window=46), {}, 50 / 200),
+}
+
+
+@pytest.fixture(scope="module")
+def ratios(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    result = {}
+    for policy in ("snapkv", "streaming"):
+        cases = {name: case for name, case in CASES.items() if case[0].policy == policy}
+        arguments = next(iter(cases.values()))[0].arguments(tiny_model_dir, tmp_path_factory.mktemp(policy))
+        with tiny_engine(tiny_model_dir, disable_log_stats=False, **arguments) as llm:
+            for name, (_, options, _) in cases.items():
+                result[name] = kept_ratios(llm, [ask(200, **options)])
+            if policy == "snapkv":
+                result["together"] = kept_ratios(llm, [ask(150), ask(75, off=True)])
+                metrics = ours()
+                with pytest.raises(ValueError, match=r"kvplug\.budget"):
+                    kept_ratios(llm, [ask(20, budget=2)])
+                refused = "vllm:kvplug_refused_requests_total"
+                result["refused"] = [ours()[refused] - metrics[refused]]
+    with tiny_engine(tiny_model_dir, disable_log_stats=False) as llm:
+        serve(llm, [ask(20)])
+        names = {s.name for family in prometheus.REGISTRY.collect() for s in family.samples}
+        assert "vllm:kv_cache_usage_perc" in names, "the comparison shows nothing"
+        result["without a policy"] = list(ours().values())
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kept_ratio_while_a_request_decodes(ratios: dict[str, list[float]], case: str) -> None:
+    """0 while its prompt is computed, and again when it has ended."""
+    share = CASES[case][2]
+    assert ratios[case] == pytest.approx([0, share, share, 0], abs=1e-5)
+
+
+def test_kept_ratio_of_several(ratios: dict[str, list[float]]) -> None:
+    """By tokens, not by requests."""
+    share = (45 + 75) / (150 + 75)
+    assert ratios["together"] == pytest.approx([0, share, share, 0], abs=1e-5)
+
+
+def test_refusals_are_counted_once(ratios: dict[str, list[float]]) -> None:
+    assert ratios["refused"] == [1]
+
+
+def test_an_engine_without_a_policy_has_none_of_them(ratios: dict[str, list[float]]) -> None:
+    """Although one with a policy came before it in this process."""
+    assert ratios["without a policy"] == []

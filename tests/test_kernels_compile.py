@@ -1,0 +1,85 @@
+"""The Triton kernels compile for an H100 or H200; that needs no GPU. What they compute is tested elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+
+from vllm_kvplug.kernels import append, decode_attention, prefill_attention  # noqa: E402
+
+INTEGERS = {
+    "directory": "*i32",
+    "chunks": "*i32",
+    "row_slot": "*i32",
+    "lengths": "*i32",
+    "work": "*i32",
+    "starts": "*i32",
+    "split_log2": "*i32",
+    "blocks": "*i32",
+    "positions": "*i32",
+    "free_chunks": "*i32",
+    "spare": "*i32",
+    "place": "*i64",
+    "slots": "*i64",
+    "last": "*i64",
+    "num_free": "*i64",
+    "taken": "*i64",
+    "first_row": "*i64",
+    "num_spare": "*i64",
+    "scale": "fp32",
+    "partial": "*fp32",
+    "sums": "*fp32",
+}
+TENSORS = ("out", "query", "key", "value", "pool")
+PAGES = {"PAGE": 16, "CHUNK": 64}
+
+
+def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
+    shape = {"GROUP": 4, "D": dim}
+    keys = 64 if dim <= 128 else 32
+    return [
+        (decode_attention._attend_kernel, {"HEADS": 8, **shape, "GROUP_PAD": 16, "BLOCK": keys, **PAGES}),
+        (decode_attention._reduce_kernel, {"HEADS": 8, **shape}),
+        (
+            prefill_attention._prefill_attention_kernel,
+            {**shape, "QUERIES": 64, "KEYS": keys, "RING": True, **PAGES},
+        ),
+    ]
+
+
+TABLES = [
+    (decode_attention._plan_kernel, {"HEADS": 8, "ITEMS": 2048, "SHORTEST": 7, "LONGEST": 20}),
+    (decode_attention._inverse_kernel, {"STEPS": 12, "BLOCK": 128}),
+    (append._append_kernel, {"HEADS": 90, "HEADS_PAD": 128, **PAGES}),
+]
+
+
+def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name == "rows":  # block tables here, a description of prompt rows or a count there
+            return "i32" if kernel is decode_attention._plan_kernel else "*i32"
+        return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
+
+    signature = {name: kind(name) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp16", 256), ("fp32", 32)])
+def test_attention_compiles(dtype: str, dim: int) -> None:
+    for kernel, constants in attention(dtype, dim):
+        assert compile_for_hopper(kernel, constants, dtype).asm["cubin"]
+
+
+def test_tables_compile() -> None:
+    for kernel, constants in TABLES:
+        assert compile_for_hopper(kernel, constants, "bf16").asm["cubin"]

@@ -1,0 +1,144 @@
+"""The prefill kernel against plain torch: rows of a batch, stored pages, rings, poisoned tails.
+
+With a GPU it runs there; without one, in Triton's interpreter on CPU tensors. Triton reads TRITON_INTERPRET when it
+is imported, so the interpreted run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables, TableSizes
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+UNBOUNDED = 1 << 30
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """rows: tokens before the chunk and in it, of every request. ring: (sinks, window)."""
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    heads: int = 2
+    group: int = 3
+    dim: int = 32
+    ring: tuple[int, int] | None = None
+
+
+CASES = [
+    Case("first-chunk", ((0, 70),)),
+    Case("one-token", ((0, 1), (5, 1))),
+    Case("several-rows", ((0, 5), (33, 64), (100, 129), (17, 2)), heads=3, group=1, dim=64),
+    Case("across-a-table-chunk", ((1050, 20),), group=2),
+    Case("wide", ((40, 30),), heads=1, group=2, dim=128),
+    Case("ring", ((0, 90), (20, 50), (200, 70), (31, 3)), ring=(4, 28)),
+    Case("ring-without-sinks", ((100, 40),), ring=(0, 16)),
+]
+
+
+class Batch:
+    """Requests whose earlier tokens lie on pages of a second layer's heads; all that nobody may read is NaN."""
+
+    def __init__(self, case: Case, dtype: torch.dtype):
+        generator = torch.Generator().manual_seed(0)
+        self.case, self.scale = case, case.dim**-0.5
+        self.first_head = case.heads
+        limit = UNBOUNDED if case.ring is None else sum(case.ring)
+        sinks = case.ring[0] if case.ring else 0
+        blocks = [-(-(before + tokens) // 16) for before, tokens in case.rows]
+        sizes = TableSizes(len(case.rows), 2 * case.heads, 2048, sum(blocks) + 1)
+        self.tables = PageTables(sizes, DEVICE)
+        pages = torch.full(((sum(blocks) + 1) * 2 * case.heads, 16, 2 * case.dim), NAN, dtype=dtype, device=DEVICE)
+        self.pool = PagePool(pages)
+        self.kv, ids = [], (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
+        for slot, (before, tokens) in enumerate(case.rows):
+            kv = torch.randn(before + tokens, case.heads, 2 * case.dim, generator=generator).to(DEVICE, dtype)
+            self.kv.append(kv)
+            row = torch.tensor([[ids.pop() for _ in range(blocks[slot])]], dtype=torch.int32, device=DEVICE)
+            if before:
+                where = self.tables.extend(slot, row, 0, before, sinks, limit)[:, self.first_head :]
+                live = where >= 0
+                self.pool.put(where[live], kv[:before][live])
+        total = sum(tokens for _, tokens in case.rows) + 3  # other rows of the batch come first
+        self.query, self.key, self.value = (
+            torch.full((total, n, case.dim), NAN, dtype=dtype, device=DEVICE)
+            for n in (case.heads * case.group, case.heads, case.heads)
+        )
+        self.plan_rows, at = [], 3
+        for slot, (before, tokens) in enumerate(case.rows):
+            self.query[at : at + tokens] = torch.randn(
+                tokens, case.heads * case.group, case.dim, generator=generator
+            ).to(DEVICE, dtype)
+            self.key[at : at + tokens], self.value[at : at + tokens] = self.kv[slot][before:].chunk(2, -1)
+            self.plan_rows.append((slot, at, tokens, before, min(before, limit)))
+            at += tokens
+        self.out = torch.full_like(self.query, NAN)
+
+    def run(self) -> torch.Tensor:
+        from vllm_kvplug.kernels.prefill_attention import PrefillPlan, prefill_attention
+
+        plan = PrefillPlan(self.plan_rows, torch.device(DEVICE))
+        prefill_attention(
+            self.out,
+            self.query,
+            self.key,
+            self.value,
+            self.pool.pages,
+            self.tables.directory,
+            self.tables.chunks,
+            plan,
+            self.first_head,
+            self.scale,
+            self.case.ring,
+        )
+        return self.out
+
+    def reference(self) -> torch.Tensor:
+        """Every query over the whole history of its request, with a mask."""
+        expected = torch.full(self.query.shape, NAN)
+        for slot, at, tokens, before, _ in self.plan_rows:
+            keys, values = self.kv[slot].float().cpu().chunk(2, -1)
+            position = torch.arange(before + tokens)
+            distance = position[before:, None] - position
+            seen = distance >= 0
+            if self.case.ring:
+                sinks, window = self.case.ring
+                seen &= (position < sinks) | (distance < window)
+            for head in range(self.query.shape[1]):
+                k, v = keys[:, head // self.case.group], values[:, head // self.case.group]
+                scores = self.query[at : at + tokens, head].float().cpu() @ k.T * self.scale
+                expected[at : at + tokens, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        return expected
+
+
+@pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="needs a GPU, or the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
+    if INTERPRETED and dtype == torch.bfloat16:
+        pytest.skip("the interpreter computes with numpy, which has no bfloat16")
+    batch = Batch(case, dtype)
+    actual = batch.run().float().cpu()
+    torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="runs this file")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_interpreted() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "passed" in done.stdout and "failed" not in done.stdout, done.stdout[-4000:]
