@@ -39,8 +39,9 @@ setup(
     package_data={
         "vllm_kvplug.csrc": ["*.h", "*.cpp"],
         "vllm_kvplug.csrc.cpu": ["*.h", "*.cpp"],
-        "vllm_kvplug.csrc.cuda": ["*.cu"],
+        "vllm_kvplug.csrc.cuda": ["*.cu", "*.cuh"],
         "vllm_kvplug.profiles": ["*.json"],
+        "vllm_kvplug.quant": ["*.safetensors"],
     },
     **extension(),
 )

@@ -4,7 +4,8 @@
 
 One layer, 8 KV heads, 4 query heads each, head size 128, bf16, pages of 16 tokens in random order. Heads are folded
 into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V; caches are rotated
-so that none is found in L2. Kernels are timed in CUDA graphs; our plan, made once per step for all layers, is timed apart.
+so that none is found in L2. Kernels are timed in CUDA graphs. Our plan, which is made once per step for all layers, is
+timed apart.
 """
 
 from __future__ import annotations

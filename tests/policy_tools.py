@@ -1,4 +1,4 @@
-"""HeteroCache on the head profile of `drift_tools`, without a model."""
+"""HeteroCache on the head profile of `benchmarks.drift_model`, without a model."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_a_broken_policy_hides_no_other(install, monkeypatch: pytest.MonkeyPatch
 def test_unknown_names_list_the_known(install):
     install(ends="toy_policy:Ends")
     message = error_of(lambda: policy_class("nope"))
-    assert "--kv-policy nope" in message and "ends, heterocache, random, snapkv, streaming" in message
+    assert "--kv-policy nope" in message and "ends, heterocache, random, snapkv, streaming, synthetic" in message
 
 
 def test_a_policy_of_a_lowered_configuration():
@@ -133,6 +133,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],
+        "synthetic": [{}, {"ratio": 0.001, "full_heads": 0}, {"ratio": 1, "full_heads": 1}, {"seed": 7}],
         "heterocache": [
             {"profile": profile},
             {"profile": profile, "rho": 1},

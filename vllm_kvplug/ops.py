@@ -1,6 +1,6 @@
-"""The custom ops on head pages, dispatched by device. The compiled library is loaded at the first call.
+"""The custom ops, dispatched by device. The compiled library is loaded at the first call.
 
-Layout, shared by all ops: `pool` [P, 16, 2*D] is contiguous and holds P head pages, a token's K in [:D] and
+Layout, shared by the ops on head pages: `pool` [P, 16, 2*D] is contiguous and holds P head pages, a token's K in [:D] and
 its V in [D:] of the last dimension, as float32, bfloat16 or float16. Token slot = page * 16 + offset.
 """
 
@@ -35,8 +35,8 @@ def load_library() -> None:
             torch.ops.load_library(built)
         except OSError as error:
             _build_library(f"{built.name} does not load with torch {torch.__version__}: {error}")
-    for name in ("kv_write", "decode_attention"):
-        # Both ops only write into an argument: under fake tensors there is nothing to compute.
+    for name in ("kv_write", "decode_attention", "higgs_encode", "higgs_decode", "higgs_scores"):
+        # The ops only write into arguments: under fake tensors there is nothing to compute.
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None)
 
 
@@ -49,7 +49,7 @@ def _build_library(reason: str) -> None:
     flags = compile_flags()
     logger.warning("Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason)
     if torch.version.cuda is not None and not cuda:
-        logger.warning("nvcc was not found (set CUDA_HOME): kv_write will not take CUDA tensors.")
+        logger.warning("nvcc was not found (set CUDA_HOME): ops but decode_attention will not take CUDA tensors.")
     try:
         cpp_extension.load(
             name=re.sub(r"\W", "_", f"{NAMESPACE}_C_{torch.__version__}"),
@@ -154,3 +154,56 @@ def prefill_plan(rows: Sequence[tuple[int, int, int, int, int]], device: torch.d
     from vllm_kvplug.kernels.prefill_attention import PrefillPlan
 
     return PrefillPlan(rows, device)
+
+
+def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:
+    """Quantise N rows (HIGGS; 2604.08426): transform, divide by the norm, take each piece's nearest code vector.
+
+    Codes are the same on every device and with every compiler: they belong to the scale as it is stored.
+
+    Args:
+        codes: uint8 [N, group / p], written in place; group is a power of two from 16 to 256, at least D.
+        scale: float16 [N], written in place: the norm of a row, at most 65504. NaN, with all codes 0, where a row
+            holds an inf or NaN.
+        x: [N, D], float32, bfloat16 or float16, contiguous in the last dimension; padded to `group` with zeros.
+        grid: float16 [256, p], p of 2, 4 or 8; contiguous, as `codes` and `scale` must be. Of two code vectors
+            equally near the first is taken.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, strides or devices.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.higgs_encode(codes, scale, x, grid)
+
+
+def higgs_decode(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, grid: torch.Tensor) -> None:
+    """The rows that `higgs_encode` stood for.
+
+    Args:
+        out: [N, D], written in place; float32, bfloat16 or float16, contiguous in the last dimension. What exceeds
+            its largest finite number becomes that. Rows with a NaN for scale are NaN.
+        codes, scale, grid: as in `higgs_encode`.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, strides or devices.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.higgs_decode(out, codes, scale, grid)
+
+
+def higgs_scores(out: torch.Tensor, lut: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """Dot products of queries with encoded keys, by look-up: scale[h, t] * sum of lut[h, g, i, codes[h, t, i]] over i.
+
+    Args:
+        out: float32 [H, G, T], written in place, contiguous.
+        lut: float32 [H, G, P, 256], contiguous: the dot product of piece i of the transformed query with every
+            code vector.
+        codes: uint8 [H, T, P], contiguous in the last dimension.
+        scale: float16 [H, T], any strides.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, strides or devices; on CUDA also more than 227 KiB for the table of one
+            query, less on small GPUs.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.higgs_scores(out, lut, codes, scale)

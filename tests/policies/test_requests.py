@@ -226,7 +226,7 @@ def test_host_slots_are_the_neediest_ranks(tmp_path: Path, tensor_parallel: int,
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 @pytest.mark.parametrize(
     "knobs, itemsize, token",
-    [({}, 4, 256), ({}, 2, 128), ({"codec": "fp8"}, 4, 68), ({"codec": "fp8"}, 2, 68)],
+    [({}, 4, 256), ({}, 2, 128), ({"codec": "fp8"}, 4, 68), ({"codec": "fp8"}, 2, 68), ({"codec": "higgs4"}, 2, 36)],
     ids=str,
 )
 def test_host_capacity(tmp_path: Path, tensor_parallel: int, knobs: dict[str, Any], itemsize: int, token: int):

@@ -22,6 +22,7 @@ from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, explain, sh
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Cluster, Policy, PromptView, Retrieval
+from vllm_kvplug.quant.higgs import MAX_GROUP
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
 
@@ -43,7 +44,9 @@ class HeteroCacheConfig(PolicyConfig):
     host_gib: float = Field(
         default=4.0, ge=0, description="Host memory per rank for satellites' prompts, in GiB; 0: no retrieval."
     )
-    codec: CodecName = Field(default="auto", description="K and V on the host: as they are (auto), or in fp8.")
+    codec: CodecName = Field(
+        default="auto", description="K and V on the host: as they are (auto), or in 8 (fp8) or 4 bits (higgs4) a value."
+    )
     tau_drift: float | None = Field(
         default=None,
         ge=0,
@@ -90,6 +93,11 @@ class HeteroCache(Policy[HeteroCacheConfig]):
             return None
         if config.as_released and self.shape.tensor_parallel > 1:
             raise PolicyError(f"heterocache: as_released needs one GPU: remove it from {CONFIG_FLAG}")
+        if config.codec == "higgs4" and self.shape.head_dim > MAX_GROUP:
+            raise PolicyError(
+                f"heterocache: codec higgs4 takes heads of at most {MAX_GROUP} values, the model's have "
+                f"{self.shape.head_dim}: set codec to fp8 in {CONFIG_FLAG}"
+            )
         default = settings.tau_stable if settings else TAU_DRIFT
         return Retrieval(
             clusters,

@@ -19,6 +19,7 @@ BUILT_IN = {
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
+    "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
 }
 
