@@ -1,7 +1,7 @@
 """The custom ops, dispatched by device. The compiled library is loaded at the first call.
 
-Layout, shared by the ops on head pages: `pool` [P, 16, 2*D] is contiguous and holds P head pages, a token's K in [:D] and
-its V in [D:] of the last dimension, as float32, bfloat16 or float16. Token slot = page * 16 + offset.
+Layout, shared by the ops on head pages: `pool` [P, 16, 2*D] is contiguous and holds P head pages, a token's K in
+[:D] and its V in [D:] of the last dimension, as float32, bfloat16 or float16. Token slot = page * 16 + offset.
 """
 
 import functools
@@ -49,7 +49,7 @@ def _build_library(reason: str) -> None:
     flags = compile_flags()
     logger.warning("Building the custom ops of vllm_kvplug (%s). This takes a minute, once per torch version.", reason)
     if torch.version.cuda is not None and not cuda:
-        logger.warning("nvcc was not found (set CUDA_HOME): ops but decode_attention will not take CUDA tensors.")
+        logger.warning("nvcc was not found (set CUDA_HOME): kv_write and higgs_* will not take CUDA tensors.")
     try:
         cpp_extension.load(
             name=re.sub(r"\W", "_", f"{NAMESPACE}_C_{torch.__version__}"),

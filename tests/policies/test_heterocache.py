@@ -94,3 +94,11 @@ def test_as_released_needs_one_gpu(tmp_path: Path):
 def test_knobs_of_retrieval_are_checked(tmp_path: Path, knob: str, value: Any):
     with pytest.raises(PolicyError, match=knob):
         heterocache(tmp_path, **{knob: value})
+
+
+def test_higgs4_takes_heads_up_to_its_largest_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_kvplug.policies.heterocache.MAX_GROUP", 32)
+    assert heterocache(tmp_path, codec="higgs4").retrieval is not None
+    monkeypatch.setattr("vllm_kvplug.policies.heterocache.MAX_GROUP", 16)
+    with pytest.raises(PolicyError, match="at most 16 values, the model's have 32: set codec to fp8"):
+        heterocache(tmp_path, codec="higgs4")

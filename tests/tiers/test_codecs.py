@@ -1,4 +1,4 @@
-"""K and V there and back: exactly, or with the error that fp8 allows."""
+"""K and V there and back: exactly, or with the error that fp8 or four bits allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvplug.tiers.codecs import Codec, token_bytes
+from vllm_kvplug.quant.higgs import Higgs
+from vllm_kvplug.tiers.codecs import Codec, CodecName, token_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DIMS = [1, 3, 7, 64]
@@ -42,7 +43,7 @@ def test_auto_keeps_every_bit():
     assert torch.equal(bits(found), bits(torch.cat([key, -key], -1)))
 
 
-@pytest.mark.parametrize("name", ["auto", "fp8"])
+@pytest.mark.parametrize("name", ["auto", "fp8", "higgs4"])
 def test_tokens_may_be_strided(name: str):
     """As a chunk's K and V are, [tokens, heads, d], and as rows of a larger buffer."""
     codec = Codec(name, 6, torch.float32)
@@ -127,8 +128,9 @@ def test_the_largest_value_survives(dtype: torch.dtype, largest: float):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_a_value_that_is_no_number_stays_in_its_token(dtype: torch.dtype, odd: float):
-    codec = Codec("fp8", 9, dtype)
+@pytest.mark.parametrize("name", ["fp8", "higgs4"])
+def test_a_value_that_is_no_number_stays_in_its_token(name: CodecName, dtype: torch.dtype, odd: float):
+    codec = Codec(name, 9, dtype)
     key, value = make((4, 9), dtype, seed=1), make((4, 9), dtype, seed=2)
     clean = codec.decode(codec.encode(key, value))
     broken = key.clone()
@@ -136,4 +138,47 @@ def test_a_value_that_is_no_number_stays_in_its_token(dtype: torch.dtype, odd: f
     found = codec.decode(codec.encode(broken, value))
     assert torch.equal(found[[0, 1, 3]], clean[[0, 1, 3]])
     assert torch.equal(found[2, 9:], clean[2, 9:]), "V of a token whose K is broken"
-    assert found[2, :9].isnan().any() == (odd != odd), "what was no number is not passed off as one"
+    if name == "higgs4":
+        assert found[2, :9].isnan().all()
+    else:
+        assert found[2, :9].isnan().any() == (odd != odd), "what was no number is not passed off as one"
+
+
+# -------------------------------------------------------------------------------------------------- higgs4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim, size", [(16, 20), (64, 68), (128, 132), (256, 260), (80, 132), (3, 20)])
+def test_higgs4_is_two_rows_of_the_quantiser(dim: int, size: int, dtype: torch.dtype):
+    """A power of two takes half a byte a value; other heads take what the next power of two takes."""
+    codec, higgs = Codec("higgs4", dim, dtype), Higgs(4, dim)
+    key, value = make((3, 7, dim), dtype, 40.0, seed=1), make((3, 7, dim), dtype, 0.1, seed=2)
+    rows = codec.encode(key, value)
+    assert rows.dtype == torch.uint8 and rows.shape == (3, 7, size)
+    assert codec.token_bytes == token_bytes("higgs4", dim, dtype.itemsize) == size
+    expected = [higgs.decode(*higgs.encode(x), dtype) for x in (key, value)]
+    decoded = codec.decode(rows)
+    assert decoded.dtype == dtype and torch.equal(decoded, torch.cat(expected, -1))
+    for found, x in zip(decoded.float().split(dim, -1), (key.float(), value.float()), strict=True):
+        assert (found - x).square().sum() < 0.012 * x.square().sum()
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 0)], ids=str)
+def test_higgs4_of_few_tokens(lead: tuple[int, ...]):
+    codec = Codec("higgs4", 64, torch.float32)
+    rows = codec.encode(make((*lead, 64), torch.float32), make((*lead, 64), torch.float32))
+    assert rows.shape == (*lead, 68) and codec.decode(rows).shape == (*lead, 128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_higgs4_of_zeros(dtype: torch.dtype):
+    codec = Codec("higgs4", 16, dtype)
+    zero, key = torch.zeros(2, 16, dtype=dtype), make((2, 16), dtype)
+    assert not codec.decode(codec.encode(zero, zero)).any()
+    assert not codec.decode(codec.encode(key, zero))[:, 16:].any()
+    assert codec.decode(codec.encode(key, zero))[:, :16].any()
+
+
+def test_higgs4_refuses_long_heads():
+    with pytest.raises(ValueError, match="not of 320"):
+        token_bytes("higgs4", 320, 2)

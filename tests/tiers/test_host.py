@@ -26,7 +26,7 @@ def numbers(pool: HostPool, heads: int, tokens: int, first: int) -> tuple[torch.
 # ---------------------------------------------------------------------------------------------------- pool
 
 
-@pytest.mark.parametrize("name, head_dim, row", [("auto", 3, 24), ("fp8", 3, 10)])
+@pytest.mark.parametrize("name, head_dim, row", [("auto", 3, 24), ("fp8", 3, 10), ("higgs4", 64, 68)])
 def test_a_pool_is_as_large_as_its_slots(name: str, head_dim: int, row: int):
     pool = HostPool(5, Codec(name, head_dim, torch.float32), pin=False)
     assert pool.rows.shape == (5 * 64, row) and pool.rows.dtype == torch.uint8
