@@ -29,7 +29,7 @@ def check_request(
             f"kvplug.protect: {protected} of {prompt_len} tokens are more than the share of {limit} that this server "
             "allows a request to keep"
         )
-    # A short prompt may need more than a longer one: near `min_tokens` more of its satellites are cut.
+    # At some lengths rounding cuts no satellite at all, so both are asked.
     need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
     if need > capacity:
         raise OptionError(
