@@ -41,6 +41,7 @@ def test_lloyd_is_seeded_and_improves():
     few = dict(samples=4000, rounds=2)
     first = lloyd(4, seed=3, **few)
     assert torch.equal(first, lloyd(4, seed=3, **few))
+    assert (first.float().norm(dim=-1).diff() > -1e-3).all()
     assert not torch.equal(first, lloyd(4, seed=4, **few))
     longer = lloyd(4, seed=3, samples=8000, rounds=12)
     assert measured_mse(longer, 1, 20_000) < 0.97 * measured_mse(first, 1, 20_000)
