@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """The forecast of both engines and what it rests on; PolicyError if the model or the policy cannot be planned."""
-    import torch
 
     from vllm_kvplug import planning
     from vllm_kvplug.policies.argument import read_policy
