@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_kvplug.config import CONFIG_FLAG, share_of
 from vllm_kvplug.options import OptionError, parse_options
+from vllm_kvplug.plan import largest
 from vllm_kvplug.policies.base import Policy
 
 
@@ -42,8 +43,4 @@ def check_request(
 def longest_request(policy: Policy[Any], most: int, itemsize: int) -> int:
     """The longest request, up to `most` tokens, that the host tier can hold on its own; 0 if none."""
     capacity = policy.host_capacity(itemsize)
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if policy.host_slots(middle) <= capacity else (low, middle - 1)
-    return low
+    return largest(lambda tokens: policy.host_slots(tokens) <= capacity, most)
