@@ -104,7 +104,14 @@ class Runtime:
         g, tables = self.geometry, self.tables
         query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
         new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
+        nobody = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.ring_tokens, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
+        one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
+        if one_token is not None:
+            ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
+            where = (self.pool.pages, tables.directory, tables.chunks, one_token)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
