@@ -86,8 +86,8 @@ def main() -> None:
         ours = after_prompt(llm, prompt)
         foreign, pages = foreign_pages(llm)
         worker, blocks = runtime(llm), scheduler(llm).kv_cache_config.num_blocks
-        arena = worker.fixed_bytes() + worker.bytes_per_block() * blocks
-        per_block = worker.bytes_per_block()
+        arena = worker.charges.fixed + worker.charges.per_block * blocks
+        per_block = worker.charges.per_block
         block = block_bytes(llm)
     # A pool for one prompt at a time in stock vLLM, of the same bytes for both.
     pool = int(1.75 * args.tokens / stock_size) * stock_block

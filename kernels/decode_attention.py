@@ -233,10 +233,6 @@ class DecodePlan:
         """Splits that `rows` rows have at most: full ones, and a partly filled one of every head."""
         return self.capacity + rows * self.kv_heads
 
-    def fixed_bytes(self) -> int:
-        tensors = (self.starts, self.split_log2, self.work, self.partial, self.sums)
-        return sum(t.numel() * t.element_size() for t in tensors)
-
     def update(self, row_slot: torch.Tensor, lengths: torch.Tensor) -> None:
         """Plan all layers. row_slot int32 [rows], -1 for padding; lengths int32 [slots, layers * KV heads]."""
         rows = row_slot.shape[0]

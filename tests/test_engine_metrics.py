@@ -18,13 +18,15 @@ from engine_tools import (
     token_ids,
 )
 
+from vllm_kvplug.metrics import PolicyMetrics
+
 prometheus = pytest.importorskip("prometheus_client")
 
 
-def ours() -> dict[str, float]:
-    """Every kvplug sample that a front end of this process would show."""
-    families = prometheus.REGISTRY.collect()
-    return {s.name: s.value for family in families for s in family.samples if "kvplug" in s.name}
+def ours(**labels: str) -> dict[str, float]:
+    """Every kvplug sample with these labels that a front end of this process would show."""
+    samples = [s for family in prometheus.REGISTRY.collect() for s in family.samples if "kvplug" in s.name]
+    return {s.name: s.value for s in samples if s.labels.items() >= labels.items()}
 
 
 def ask(length: int, **options: Any) -> Ask:
@@ -84,6 +86,27 @@ def test_kept_ratio_of_several(ratios: dict[str, list[float]]) -> None:
     """By tokens, not by requests."""
     share = (45 + 75) / (150 + 75)
     assert ratios["together"] == pytest.approx([0, share, share, 0], abs=1e-5)
+
+
+def test_units_and_engines() -> None:
+    """What workers and schedulers count comes out in the units of the metrics, for the engine that it came from."""
+    from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+    unregister_vllm_metrics()  # those of engines above, as a new engine does
+    metrics = PolicyMetrics("tiny", [0, 3])
+    counts = {"checks": 5, "late_microseconds": 1_500_000, "kept_ppm": 250_000, "host_used_bytes": 7}
+    for _ in range(2):
+        metrics.record({"kvplug.nobody_knows": 1, **{f"kvplug.{name}": count for name, count in counts.items()}}, 3)
+    assert {name: value for name, value in ours(engine="3").items() if not name.endswith("_created")} == {
+        "vllm:kvplug_drift_checks_total": 10,
+        "vllm:kvplug_late_seconds_total": 3,
+        "vllm:kvplug_kept_ratio": 0.25,
+        "vllm:kvplug_host_used_bytes": 7,
+        "vllm:kvplug_host_total_bytes": 0,
+        **{f"vllm:kvplug_{name}_total": 0 for name in ("drift_triggers", "fetched_bytes", "landings", "late_landings")},
+    }
+    assert not any(value for name, value in ours(engine="0").items() if not name.endswith("_created"))
+    unregister_vllm_metrics()
 
 
 def test_refusals_are_counted_once(ratios: dict[str, list[float]]) -> None:

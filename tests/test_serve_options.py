@@ -67,7 +67,12 @@ def test_every_option(server: Server) -> None:
 
     async def work() -> list[str]:
         asked: list[dict[str, Any]] = [{}, {"kvplug_budget": 0.8}, {"kvplug_protect": [100, 250]}]
-        asked += [{"kvplug_protect": "[[100, 250]]"}, {"kvplug_off": 1}, {"kvplug_off": "true"}, {"kvplug_budget": "1"}]
+        asked += [
+            {"kvplug_protect": "[[100, 250]]"},
+            {"kvplug_off": True},
+            {"kvplug_off": "true"},
+            {"kvplug_budget": "1"},
+        ]
         return [text_of(await server.chat(text, TOKENS, SYSTEM, **options)) for options in asked]
 
     default, most, protected, again, off, also_off, whole = server.run(work)

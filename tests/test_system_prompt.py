@@ -118,7 +118,7 @@ def test_a_date_in_the_frame():
     day = "Monday"
 
     def dated(messages: Messages) -> str:
-        return "".join(f"<s>{m['role'][:3]}\nOn {day}:\n{m['content']}<end>" for m in messages)
+        return "".join(f"<s>{m['role'][:3]}\n{day}:\n{m['content']}<end>" for m in messages)
 
     tokenizer = Letters(dated)
     found = SystemPrompt.of(tokenizer)

@@ -73,6 +73,7 @@ def main() -> None:
         sys.argv[0] = "vllm"
         return serve()
     from vllm_kvplug.calibrate import command as profile
+    from vllm_kvplug.commands import plan
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -88,6 +89,9 @@ def main() -> None:
     )
     profile.add_arguments(profiling)
     profiling.set_defaults(run=profile.run)
+    planning = commands.add_parser("plan", help="foretell how many requests fit on a GPU under a policy")
+    plan.add_arguments(planning)
+    planning.set_defaults(run=plan.run)
     args: Any = parser.parse_args()
     try:
         args.run(args)

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_kvplug.config import CONFIG_FLAG, share_of
 from vllm_kvplug.options import OptionError, parse_options
+from vllm_kvplug.plan import largest
 from vllm_kvplug.policies.base import Policy
 
 
@@ -29,7 +30,7 @@ def check_request(
             f"kvplug.protect: {protected} of {prompt_len} tokens are more than the share of {limit} that this server "
             "allows a request to keep"
         )
-    # A short prompt may need more than a longer one: near `min_tokens` more of its satellites are cut.
+    # At some lengths rounding cuts no satellite at all, so both are asked.
     need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
     if need > capacity:
         raise OptionError(
@@ -42,8 +43,4 @@ def check_request(
 def longest_request(policy: Policy[Any], most: int, itemsize: int) -> int:
     """The longest request, up to `most` tokens, that the host tier can hold on its own; 0 if none."""
     capacity = policy.host_capacity(itemsize)
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if policy.host_slots(middle) <= capacity else (low, middle - 1)
-    return low
+    return largest(lambda tokens: policy.host_slots(tokens) <= capacity, most)

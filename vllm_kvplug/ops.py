@@ -156,6 +156,37 @@ def prefill_plan(rows: Sequence[tuple[int, int, int, int, int]], device: torch.d
     return PrefillPlan(rows, device)
 
 
+def prefill_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    directory: torch.Tensor,
+    chunks: torch.Tensor,
+    plan: Any,
+    first_head: int,
+    scale: float,
+    ring: tuple[int, int] | None,
+) -> None:
+    """Attention of prompt chunks over what their heads store and, causally, over themselves. CUDA only.
+
+    Args:
+        out, query: [tokens, Hq, D]; only the planned rows of `out` are written.
+        key, value: [tokens, H, D], of the same tokens.
+        pool, directory, chunks: as in `decode_attention`. All heads of a row store the same number of tokens.
+        plan: the `prefill_plan` of the rows.
+        first_head: the layer's heads are first_head ... first_head + H - 1.
+        ring: (sinks, window) that bound what a query sees, and in whose order heads store tokens; or None.
+
+    Raises:
+        ValueError: a last dimension that is not contiguous.
+    """
+    from vllm_kvplug.kernels.prefill_attention import prefill_attention as run
+
+    run(out, query, key, value, pool, directory, chunks, plan, first_head, scale, ring)
+
+
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:
     """Quantise N rows (HIGGS; 2604.08426): transform, divide by the norm, take each piece's nearest code vector.
 

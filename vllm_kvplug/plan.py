@@ -18,6 +18,15 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, 0 if none; what is below one that fits must fit too."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 Kept = Sequence[Sequence[int]]
 """Tokens kept, [layers][kv_heads]."""
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from toy_policy import Ends
 
+from vllm_kvplug.memory import Geometry
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.integrity import kept_positions
 from vllm_kvplug.placement.pool import PagePool
@@ -16,7 +17,6 @@ from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.worker.prompt_end import PromptEnd
 from vllm_kvplug.worker.requests import LiveRequest
-from vllm_kvplug.worker.runtime import Geometry
 
 SHAPE = ModelShape(layers=1, kv_heads=2, query_heads=2, head_dim=1)
 

@@ -192,9 +192,16 @@ class Policy(ABC, Generic[ConfigT]):
         ]
 
     def host_slots(self, prompt_len: int) -> int:
-        """Host slots that the neediest rank holds for a prompt of `prompt_len` tokens."""
+        """Host slots that the neediest rank reserves for a prompt of `prompt_len` tokens.
+
+        If any satellite is cut, room for all of them: it must not fall as the prompt grows, since a request that the
+        door let in for its longest self may begin anew at any length below that.
+        """
+        if self.retrieval is None or not self.offloaded(prompt_len, range(self.shape.kv_heads)):
+            return 0
+        satellites = [head for cluster in self.retrieval.clusters for head in cluster.satellites]
         ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
-        return max(host_slots(len(self.offloaded(prompt_len, heads)), prompt_len) for heads in ranks)
+        return max(host_slots(sum(head in heads for head in satellites), prompt_len) for heads in ranks)
 
     def host_slot_bytes(self, itemsize: int) -> int:
         """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only with a `retrieval`."""

@@ -159,11 +159,9 @@ class HeadPageImpl(AttentionImpl):
         runtime, ring = self.runtime, self.runtime.policy.ring
         assert runtime.tables is not None and runtime.pool is not None
         if step.prefill_plan is not None:
-            from vllm_kvplug.kernels.prefill_attention import prefill_attention
-
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
             where = (runtime.pool.pages, tables.directory, tables.chunks, step.prefill_plan)
-            prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
+            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
             return
         for row in step.prefill:
             chunk = row.tokens

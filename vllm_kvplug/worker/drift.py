@@ -13,7 +13,7 @@ from vllm_kvplug.policies.base import Retrieval
 from vllm_kvplug.worker.requests import Check, LiveRequest
 
 if TYPE_CHECKING:
-    from vllm_kvplug.worker.runtime import Geometry
+    from vllm_kvplug.memory import Geometry
 
 
 class PivotQueries:
@@ -43,9 +43,6 @@ class PivotQueries:
         slots = geometry.max_requests + 1
         self.recent = torch.zeros((slots, retrieval.window, *shape), dtype=geometry.dtype, device=device)
         self.base = torch.zeros((slots, *shape), dtype=geometry.dtype, device=device)
-
-    def fixed_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.recent, self.base))
 
     def record(self, row_slot: torch.Tensor, phase: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """Keep the pivots' queries of every decode row, [rows, query heads, d]. Safe inside a captured graph."""

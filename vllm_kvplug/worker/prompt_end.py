@@ -16,7 +16,7 @@ from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.worker.requests import LiveRequest
 
 if TYPE_CHECKING:
-    from vllm_kvplug.worker.runtime import Geometry
+    from vllm_kvplug.memory import Geometry
 
 
 class PromptEnd:
@@ -73,19 +73,12 @@ class QueryWindows:
     which is from the chunk that enters the window to the one that ends the prompt.
     """
 
-    EXPECTED = 4
-    """Prompts split inside their window at once that start-up reserves memory for; more are allocated."""
-
     def __init__(self, geometry: Geometry, window: int, device: torch.device):
         self.geometry, self.window = geometry, window
         self._kept: dict[int, torch.Tensor] = {}
         slots = geometry.max_requests + 1 if window else 0  # one more for padding rows
         shape = (slots, geometry.layers, geometry.query_heads, geometry.head_dim)
         self.last = torch.zeros(shape, dtype=geometry.dtype, device=device)
-
-    def fixed_bytes(self) -> int:
-        one = self.geometry.layers * self.geometry.query_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
-        return self.last.numel() * self.last.element_size() + self.EXPECTED * self.window * one
 
     def record_decodes(self, row_slot: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """Keep the query of every decode row, [rows, query heads, d]. Safe inside a captured graph."""

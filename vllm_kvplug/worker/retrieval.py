@@ -27,7 +27,7 @@ from vllm_kvplug.worker.drift import DriftCheck, PivotQueries
 from vllm_kvplug.worker.requests import Check, Flight, LiveRequest, Offloaded
 
 if TYPE_CHECKING:
-    from vllm_kvplug.worker.runtime import Geometry
+    from vllm_kvplug.memory import Geometry
 
 MIB = 1 << 20
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from vllm_kvplug import ops
 from vllm_kvplug.lifecycle import Lifecycle
+from vllm_kvplug.memory import Charges, Geometry, charges, staging_tokens
 from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.placement.pool import PagePool
-from vllm_kvplug.placement.tables import PageTables, TableSizes
+from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
@@ -25,29 +27,6 @@ from vllm_kvplug.worker.step import PrefillRow, Step
 
 UNBOUNDED = 1 << 30
 """Ring size of a head that only appends."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a rank holds: `layers` x `kv_heads`, the global index of its first KV head, and the limits of the engine."""
-
-    layers: int
-    kv_heads: int
-    first_head: int
-    query_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    scale: float
-    max_requests: int
-    max_tokens: int
-
-    @property
-    def heads(self) -> int:
-        return self.layers * self.kv_heads
-
-    @property
-    def head_range(self) -> range:
-        return range(self.first_head, self.first_head + self.kv_heads)
 
 
 @dataclass(eq=False)
@@ -84,48 +63,17 @@ class Runtime:
 
     # ---- memory
 
-    def table_sizes(self, blocks: int) -> TableSizes:
-        g = self.geometry
-        return TableSizes(g.max_requests, g.heads, g.max_tokens, blocks)
-
-    def fixed_bytes(self) -> int:
-        """Device memory beside the KV pool that does not depend on its size."""
-        staging = self._staging_tokens() * 2 * self.geometry.head_dim * self._itemsize
-        pivots = self.pivots.fixed_bytes() if self.pivots else 0
-        tables = self.table_sizes(0).fixed_bytes() + self._place_bytes()
-        tables += self.decode_plan.fixed_bytes() if self.decode_plan else 0
-        return tables + self.windows.fixed_bytes() + pivots + staging + self._workspace()
-
-    def bytes_per_block(self) -> int:
-        return self.table_sizes(0).bytes_per_block()
-
-    def _place_bytes(self) -> int:
-        return 8 * self.max_batch * self.geometry.heads
-
-    def _staging_tokens(self) -> int:
-        """Room for two fetches of the largest cluster of this rank at the longest prompt."""
-        if self.policy.retrieval is None:
-            return 0
-        kept, heads = self.policy.plan().kept(self.geometry.max_tokens), self.geometry.head_range
-        clusters = self.policy.retrieval.clusters
-        return 2 * max(sum(kept[c.layer][h] for h in c.satellites if h in heads) for c in clusters)
-
-    def _workspace(self) -> int:
-        """Transient memory of one layer's prompt attention and scoring, which vLLM's profile run does not see."""
-        g = self.geometry
-        gathered = 4 * g.kv_heads * g.max_tokens * g.head_dim * self._itemsize
-        scored = 8 * g.query_heads * max(self.policy.query_window, 1) * g.max_tokens
-        return gathered + (scored if self.policy.evicts_after_prefill else 0)
-
-    @property
-    def _itemsize(self) -> int:
-        return self.geometry.dtype.itemsize
+    @cached_property
+    def charges(self) -> Charges:
+        """Device memory beside head pages."""
+        programs = self.decode_plan.capacity if self.decode_plan else 0
+        return charges(self.policy, self.geometry, self.max_batch, self.max_rows, programs)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
         g = self.geometry
         self.pool = PagePool.over(layer_cache, g.layers)
-        self.tables = PageTables(self.table_sizes(blocks), self.device)
+        self.tables = PageTables(g.table_sizes(blocks), self.device)
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
@@ -133,7 +81,7 @@ class Runtime:
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
-            staging = Staging(self._staging_tokens(), g.head_dim, g.dtype, self.device)
+            staging = Staging(staging_tokens(self.policy, g), g.head_dim, g.dtype, self.device)
             tiers = Tiers(host, staging, Lane(self.device), self.peers)
             self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
         self._load_kernels()
@@ -156,7 +104,14 @@ class Runtime:
         g, tables = self.geometry, self.tables
         query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
         new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
+        nobody = torch.full((1,), -1, dtype=torch.int64, device=self.device)
+        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.ring_tokens, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
+        one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
+        if one_token is not None:
+            ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
+            where = (self.pool.pages, tables.directory, tables.chunks, one_token)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),

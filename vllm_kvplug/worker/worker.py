@@ -16,10 +16,11 @@ from vllm_kvplug import compat
 from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.lifecycle import ATTRIBUTE
+from vllm_kvplug.memory import Geometry
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.scheduler.spec import HeadPageSpec
 from vllm_kvplug.worker.peers import TensorParallelPeers
-from vllm_kvplug.worker.runtime import Geometry, Runtime
+from vllm_kvplug.worker.runtime import Runtime
 
 logger = init_logger("vllm.kvplug.worker")
 
@@ -43,20 +44,9 @@ class PolicyWorkerMixin:
         config = self.vllm_config
         shape = compat.model_shape(config)
         policy = policy_from_json(json.dumps(config.additional_config[ADDITIONAL_KEY], sort_keys=True), shape)
-        rank = get_tensor_model_parallel_rank()
-        heads = shape.rank_heads(rank)
-        scheduler = config.scheduler_config
-        geometry = Geometry(
-            layers=shape.layers,
-            kv_heads=len(heads),
-            first_head=heads.start,
-            query_heads=shape.query_heads // shape.tensor_parallel,
-            head_dim=shape.head_dim,
-            dtype=config.model_config.dtype,
-            scale=shape.head_dim**-0.5,
-            max_requests=scheduler.max_num_seqs,
-            max_tokens=config.model_config.max_model_len,
-        )
+        scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+        rank, dtype = get_tensor_model_parallel_rank(), config.model_config.dtype
+        geometry = Geometry.of_rank(shape, rank, dtype, scheduler.max_num_seqs, longest)
         captured = max(config.compilation_config.cudagraph_capture_sizes or [0])
         max_rows = max(scheduler.max_num_seqs, captured)
         max_batch = max(scheduler.max_num_batched_tokens, max_rows)
@@ -78,8 +68,8 @@ class PolicyWorkerMixin:
         """What vLLM found, less what tables, windows and workspace will take."""
         available = super().determine_available_memory()  # type: ignore[misc]
         block = sum(spec.page_size_bytes for spec in self.get_kv_cache_spec().values())
-        fixed, per_block = self.runtime.fixed_bytes(), self.runtime.bytes_per_block()
-        left = (available - fixed) * block // (block + per_block)
+        charges = self.runtime.charges
+        left = charges.pool_bytes(available, block)
         arena = available - left
         limit = self.runtime.policy.config.arena_gib
         if limit is not None and arena > limit * GIB:
@@ -89,7 +79,7 @@ class PolicyWorkerMixin:
             )
         if left <= block:
             raise PolicyError(
-                f"tables and windows need {fixed / GIB:.2f} GiB and only {available / GIB:.2f} GiB are free: "
+                f"tables and windows need {charges.fixed / GIB:.2f} GiB and only {available / GIB:.2f} GiB are free: "
                 "lower --max-num-seqs or --max-model-len, or give the KV cache more memory"
             )
         logger.info(

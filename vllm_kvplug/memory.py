@@ -1,0 +1,140 @@
+"""Device memory that a policy needs beside head pages, and what is left for them.
+
+One set of formulas: the worker takes these bytes off what vLLM found free, and `kvplug plan` foretells them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from vllm_kvplug.placement.tables import TableSizes
+from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.shape import PAGE, ModelShape
+
+SPLIT_WINDOWS = 4
+"""Prompts split inside their query window at once that start-up reserves memory for; more are allocated."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a rank holds: `layers` x `kv_heads`, the global index of its first KV head, and the limits of the engine."""
+
+    layers: int
+    kv_heads: int
+    first_head: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+    max_requests: int
+    max_tokens: int
+
+    @classmethod
+    def of_rank(cls, shape: ModelShape, rank: int, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Self:
+        heads = shape.rank_heads(rank)
+        return cls(
+            layers=shape.layers,
+            kv_heads=len(heads),
+            first_head=heads.start,
+            query_heads=shape.query_heads // shape.tensor_parallel,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            scale=shape.head_dim**-0.5,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.layers * self.kv_heads
+
+    @property
+    def head_range(self) -> range:
+        return range(self.first_head, self.first_head + self.kv_heads)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a vLLM block over all layers."""
+        return self.heads * PAGE * 2 * self.head_dim * self.dtype.itemsize
+
+    def table_sizes(self, blocks: int) -> TableSizes:
+        return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks)
+
+
+@dataclass(frozen=True)
+class Charges:
+    """Bytes of a rank beside head pages. All but `per_block` do not depend on the size of the pool."""
+
+    tables: int = 0
+    queries: int = 0
+    staging: int = 0
+    workspace: int = 0
+    per_block: int = 0
+
+    @property
+    def fixed(self) -> int:
+        return self.tables + self.queries + self.staging + self.workspace
+
+    def pool_bytes(self, available: int, block_bytes: int) -> int:
+        """What is left of `available` bytes for head pages; negative if there is not enough."""
+        return (available - self.fixed) * block_bytes // (block_bytes + self.per_block)
+
+
+def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, max_rows: int, programs: int) -> Charges:
+    """What an engine with this policy needs on a rank.
+
+    max_batch: tokens of a step. max_rows: requests of a step, padding included. programs: of a decode launch that fill
+    the GPU; 0 on the CPU, which needs no decode plan.
+    """
+    sizes = geometry.table_sizes(0)
+    places = 8 * max_batch * geometry.heads
+    return Charges(
+        tables=sizes.fixed_bytes() + places + (decode_plan_bytes(geometry, max_rows, programs) if programs else 0),
+        queries=query_window_bytes(policy.query_window, geometry) + pivot_bytes(policy, geometry),
+        staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
+        workspace=workspace_bytes(policy, geometry),
+        per_block=sizes.bytes_per_block(),
+    )
+
+
+def decode_plan_bytes(geometry: Geometry, rows: int, programs: int) -> int:
+    """The decode kernel's plan: what each program works on, and room for partial results."""
+    g, items = geometry, rows * geometry.kv_heads
+    splits = programs + items
+    partial = g.query_heads // g.kv_heads * (g.head_dim + 2)
+    return 4 * (g.layers * (items + 2 + splits) + splits * partial)
+
+
+def query_window_bytes(window: int, geometry: Geometry) -> int:
+    """The newest query of every request and of padding rows, and the windows of prompts that are split inside them."""
+    one = geometry.layers * geometry.query_heads * geometry.head_dim * geometry.dtype.itemsize
+    return (geometry.max_requests + 1 + SPLIT_WINDOWS * window) * one if window else 0
+
+
+def pivot_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """Every request's queries of pivots: a drift window of them, and one that made the baseline."""
+    if policy.retrieval is None:
+        return 0
+    pivots = sum(cluster.pivot in geometry.head_range for cluster in policy.retrieval.clusters)
+    one = pivots * (geometry.query_heads // geometry.kv_heads) * geometry.head_dim * geometry.dtype.itemsize
+    return (geometry.max_requests + 1) * (policy.retrieval.window + 1) * one
+
+
+def staging_tokens(policy: Policy[Any], geometry: Geometry) -> int:
+    """Room for two fetches of the largest cluster of this rank at the longest prompt."""
+    if policy.retrieval is None:
+        return 0
+    kept = policy.plan().kept(geometry.max_tokens)
+    clusters = policy.retrieval.clusters
+    return 2 * max(sum(kept[c.layer][h] for h in c.satellites if h in geometry.head_range) for c in clusters)
+
+
+def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """Transient memory of one layer's prompt attention and scoring, which vLLM's profile run does not see."""
+    g = geometry
+    gathered = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
+    scored = 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
+    return gathered + (scored if policy.evicts_after_prefill else 0)
