@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from vllm_kvplug import compat
 
 # On CUDA only the end of a process gives all its memory back to the next engine.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0" if torch.version.cuda is None else "1")
@@ -19,30 +19,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 
 
-@contextmanager
-def engine(model: str, **arguments: Any) -> Iterator[Any]:
-    """A vllm.LLM that is gone afterwards, with its memory and process groups."""
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(model, **arguments)
-    try:
-        yield llm
-    finally:
-        # Now, not when the caller's last reference goes: that would tear down the next engine's process groups.
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-        cleanup_dist_env_and_memory()
+engine = compat.llm
 
 
 def greedy(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Greedy continuations of token-id prompts, all submitted at once."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [list(o.outputs[0].token_ids) for o in outputs]
+    outputs = compat.generate(llm, prompts, [max_tokens] * len(prompts), ignore_eos=True, detokenize=False)
+    return [list(output.token_ids) for output in outputs]
 
 
 def scheduler(llm: Any) -> Any:

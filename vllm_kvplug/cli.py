@@ -73,7 +73,7 @@ def main() -> None:
         sys.argv[0] = "vllm"
         return serve()
     from vllm_kvplug.calibrate import command as profile
-    from vllm_kvplug.commands import plan
+    from vllm_kvplug.commands import check, plan
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -92,6 +92,9 @@ def main() -> None:
     planning = commands.add_parser("plan", help="foretell how many requests fit on a GPU under a policy")
     plan.add_arguments(planning)
     planning.set_defaults(run=plan.run)
+    checking = commands.add_parser("check", help="check this machine, and whether a model can have a policy")
+    check.add_arguments(checking)
+    checking.set_defaults(run=check.run)
     args: Any = parser.parse_args()
     try:
         args.run(args)

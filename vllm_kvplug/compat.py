@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_kvplug import door
+import torch
+from pydantic import ValidationError
+
+from vllm_kvplug import door, features
 from vllm_kvplug.calibrate.profile import model_fingerprint
-from vllm_kvplug.config import ADDITIONAL_KEY
+from vllm_kvplug.config import ADDITIONAL_KEY, explain
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
 from vllm_kvplug.options import OptionError
@@ -152,6 +157,81 @@ def prompt_length(prompt: Any) -> int:
     names = ("prompt_token_ids", "prompt_embeds")
     ids, embeds = (prompt.get(name) if isinstance(prompt, dict) else getattr(prompt, name) for name in names)
     return length_from_prompt_token_ids_or_embeds(ids, embeds)
+
+
+@contextmanager
+def llm(model: str, **arguments: Any) -> Iterator[Any]:
+    """A vllm.LLM that is gone afterwards, with its memory and process groups."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    engine = LLM(model, **arguments)
+    try:
+        yield engine
+    finally:
+        # Now, not when the caller's last reference goes: that would tear down the next engine's process groups.
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], max_tokens: Sequence[int], **options: Any) -> list[Any]:
+    """Greedy completions of token-id prompts, submitted at once; options: of SamplingParams."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(temperature=0, max_tokens=n, **options) for n in max_tokens]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def version() -> str:
+    """Of the installed vLLM; PolicyError if it cannot be imported."""
+    try:
+        import vllm
+    except ImportError as error:
+        raise PolicyError(f"vLLM cannot be imported ({error}): pip install vllm==0.32.0") from None
+    return vllm.__version__
+
+
+def platform() -> str:
+    """The device vLLM has found, in words; PolicyError if policies do not run on it."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "CPU"
+    if current_platform.is_cuda():
+        return f"{torch.cuda.device_count()} x {current_platform.get_device_name()}"
+    raise PolicyError(
+        f"vLLM runs on {current_platform.device_name or 'no device'}: policies need CUDA or its CPU wheel"
+    )
+
+
+def start_up_refusals(model: str, policy: str, knobs: dict[str, Any], flags: Sequence[str]) -> list[str]:
+    """Why `vllm serve model flags` would not start under a policy; no weights are loaded and no engine is started."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    def arguments(*more: str) -> Any:
+        parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+        return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, *more, *flags]))
+
+    stock = arguments()
+    if stock.enable_prefix_caching is None:  # what a policy makes of vLLM's default
+        stock.enable_prefix_caching = False
+    try:
+        found = features.refusals(stock.create_engine_config())
+        if not found:
+            arguments("--kv-policy", policy, "--kv-policy-config", json.dumps(knobs)).create_engine_config()
+    except ValidationError as error:
+        return [first_line(explain(error))]
+    except (PolicyError, ValueError, OSError) as error:
+        return [first_line(str(error))]
+    return found
+
+
+def first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def check_layer(

@@ -10,12 +10,16 @@ from vllm_kvplug.errors import PolicyError
 
 def check_config(vllm_config: Any) -> None:
     """PolicyError for the first thing in a finished VllmConfig that head pages do not serve."""
-    for found, what, change in _refusals(vllm_config):
-        if found:
-            raise PolicyError(f"{FLAG} does not work with {what} yet: {change}")
+    for refusal in refusals(vllm_config):
+        raise PolicyError(refusal)
 
 
-def _refusals(config: Any) -> list[tuple[Any, str, str]]:
+def refusals(vllm_config: Any) -> list[str]:
+    """Everything in a VllmConfig that head pages do not serve, with the flag to change."""
+    return [f"{FLAG} does not work with {what} yet: {change}" for found, what, change in _rules(vllm_config) if found]
+
+
+def _rules(config: Any) -> list[tuple[Any, str, str]]:
     """(is it used, what it is, what to change), in the order they are reported."""
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     text = model.hf_text_config

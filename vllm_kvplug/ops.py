@@ -20,24 +20,27 @@ NAMESPACE = "vllm_kvplug"
 
 
 @functools.cache
-def load_library() -> None:
-    """Load `vllm_kvplug._C`, or build it if it is missing or was built for another torch.
+def load_library() -> str:
+    """Load `vllm_kvplug._C`, or build it if it is missing or was built for another torch. Says in words which.
 
     Raises RuntimeError if it has to be built and cannot be, for want of a compiler for instance.
     """
     # Only this interpreter's suffixes: a checkout may hold builds for several.
     candidates = [Path(__file__).with_name(f"_C{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     built = next((path for path in candidates if path.exists()), None)
+    how = f"{built.name}, built ahead" if built else "no prebuilt library in the package"
     if built is None:
-        _build_library("no prebuilt library in the package")
+        _build_library(how)
     else:
         try:
             torch.ops.load_library(built)
         except OSError as error:
-            _build_library(f"{built.name} does not load with torch {torch.__version__}: {error}")
+            how = f"{built.name} does not load with torch {torch.__version__}: {error}"
+            _build_library(how)
     for name in ("kv_write", "decode_attention", "higgs_encode", "higgs_decode", "higgs_scores"):
         # The ops only write into arguments: under fake tensors there is nothing to compute.
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None)
+    return how
 
 
 def _build_library(reason: str) -> None:
