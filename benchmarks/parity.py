@@ -60,6 +60,10 @@ def count_preemptions(llm: Any) -> list[int]:
     return seen
 
 
+TINY_POOL = {"num_gpu_blocks_override": 104, "max_model_len": 1600}
+"""Holds the longest prompt with its answer, and little more."""
+
+
 def cases(graphs: bool) -> list[tuple[str, dict[str, Any], bool]]:
     """(name, engine arguments, all prompts at once)."""
     eager = {"enforce_eager": True}
