@@ -1,4 +1,4 @@
-"""Writes the results table of README.md from benchmarks/results/first_light.json.
+"""Writes the results section of README.md from the files in benchmarks/results/. What was not measured is left out.
 
 python -m benchmarks.render [--check]
 """
@@ -9,9 +9,15 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import RESULTS
 
+SOURCES = (
+    "Every figure is from a file in [benchmarks/results](benchmarks/results), which names command, commit, versions and "
+    "machine. Our SnapKV ranks tokens exactly as kvpress 0.5.5 does "
+    "([against_kvpress.json](benchmarks/results/against_kvpress.json))."
+)
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- results: python -m benchmarks.render -->", "<!-- end of results -->"
 RUNS = {
@@ -23,16 +29,35 @@ RUNS = {
 TASKS = ("text2json", "multineedle", "html2tsv", "kv", "vartrack", "manyshot_icl", "latefact")
 
 
-def table() -> str:
-    """The section between the two markers."""
-    result = json.loads((RESULTS / "first_light.json").read_text())
-    m, parts = result["metrics"], result["rows"]
-    tasks = next(p for p in parts if p["name"].startswith("eval1024"))
+Metrics = dict[str, float]
+
+
+def load(name: str) -> tuple[Metrics, list[dict[str, Any]]]:
+    """Metrics and rows of a result file; nothing of one that is not there."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return {}, []
+    content = json.loads(path.read_text())
+    return content["metrics"], content["rows"]
+
+
+def section() -> str:
+    """The text between the two markers."""
+    metrics, parts = load("first_light")
+    lifecycle, _ = load("heterocache")
+    lines = ["## Results", "", *task_table(metrics, parts)]
+    notes = [memory_note(metrics), exactness_note(metrics), soak_note(lifecycle), gpu_note(metrics)]
+    lines += [note for note in notes if note]
+    return "\n".join([BEGIN, "", *lines, "", SOURCES, "", END])
+
+
+def task_table(m: Metrics, parts: list[dict[str, Any]]) -> list[str]:
+    tasks = next((p for p in parts if p["name"].startswith("eval1024")), None)
+    if tasks is None:
+        return []
     rows = {row["run"]: row for row in tasks["rows"]}
     count = m["eval1024.examples"] / len(TASKS)
     lines = [
-        "## Results",
-        "",
         f"SmolLM2-135M trained for these tasks, about {rows['full']['prompt_tokens']:.0f} prompt tokens, {count:.0f} "
         "examples a task, question in the prompt; mean scores, and the share of full attention's (95% interval). The "
         "tasks are context-intensive: hard on eviction on purpose.",
@@ -42,34 +67,51 @@ def table() -> str:
         "| everything | " + " | ".join(f"{rows['full'][t]:.2f}" for t in TASKS) + " | 1 |",
     ]
     for run, name in RUNS.items():
-        scores = " | ".join(f"{rows[run][t]:.2f}" for t in TASKS)
-        key = f"eval1024.{run}.rel"
-        lines.append(f"| {name} | {scores} | {m[key]:.2f} ({m[key + '_low']:.2f} to {m[key + '_high']:.2f}) |")
-    return "\n".join([BEGIN, "", *lines, "", *notes(m), "", END])
+        if run in rows:
+            scores = " | ".join(f"{rows[run][t]:.2f}" for t in TASKS)
+            key = f"eval1024.{run}.rel"
+            lines.append(f"| {name} | {scores} | {m[key]:.2f} ({m[key + '_low']:.2f} to {m[key + '_high']:.2f}) |")
+    return [*lines, ""]
 
 
-def notes(m: dict[str, float]) -> list[str]:
-    """Memory, exactness and GPU figures, a bullet each."""
+def memory_note(m: Metrics) -> str:
     held = {k.rsplit(".", 1)[1]: v for k, v in m.items() if k.startswith("bytes.heterocache_rho50")}
-    return [
+    if not held:
+        return ""
+    return (
         f"- **Memory.** After a 1,500-token prompt, heterocache at rho 0.5 holds {held['after_shrink_ratio']:.1%} of stock "
         f"vLLM's KV bytes ({held['after_shrink_ratio_with_tables']:.1%} with its tables); "
         f"{held['pages_in_foreign_layers']:.0%} of its pages lie in another layer's part of a block. In a pool where stock "
         f"decodes {m['bytes.stock.decoding_together']:.0f} such prompt at a time, it decodes "
-        f"{held['decoding_together']:.0f}.",
+        f"{held['decoding_together']:.0f}."
+    )
+
+
+def exactness_note(m: Metrics) -> str:
+    if "parity.tokens" not in m:
+        return ""
+    return (
         "- **Exactness.** With budgets that hold the whole context, "
         f"{m['parity.mismatched_tokens']:.0f} of {m['parity.tokens']:,.0f} greedy tokens differ from stock vLLM's (CPU, "
         "float32, four policies, chunked and not, alone and together, "
-        f"{m['parity.preemptions']:.0f} preemptions in a tiny pool).",
-        gpu_note({k.split(".", 1)[1]: v for k, v in m.items() if k.startswith("gpu_smoke")}),
-        "",
-        "From [first_light.json](benchmarks/results/first_light.json), which names command, commit, versions and machine of "
-        "each part. Our SnapKV ranks tokens exactly as kvpress 0.5.5 does "
-        "([against_kvpress.json](benchmarks/results/against_kvpress.json)).",
-    ]
+        f"{m['parity.preemptions']:.0f} preemptions in a tiny pool)."
+    )
 
 
-def gpu_note(smoke: dict[str, float]) -> str:
+def soak_note(m: Metrics) -> str:
+    if "soak.requests" not in m:
+        return ""
+    return (
+        f"- **Under pressure.** {m['soak.requests']:.0f} random requests under heterocache with retrieval, in a pool and a "
+        f"host tier that are too small: {m['soak.preemptions']:.0f} preemptions, {m['soak.triggers']:.0f} triggers; "
+        f"{m['soak.mismatched_requests']:.0f} requests whose tokens are not those of their runs alone, "
+        f"{m['soak.freed_page_writes']:.0f} writes to freed pages, {m['soak.leaked_blocks']:.0f} blocks and "
+        f"{m['soak.leaked_host_slots']:.0f} host slots left behind."
+    )
+
+
+def gpu_note(m: Metrics) -> str:
+    smoke = {k.split(".", 1)[1]: v for k, v in m.items() if k.startswith("gpu_smoke")}
     if not smoke:
         return (
             "- **GPU.** Not measured yet: every figure here is from a CPU. `python -m benchmarks.gpu_smoke` compares tokens "
@@ -90,7 +132,7 @@ def main() -> None:
     args = parser.parse_args()
     text = README.read_text()
     head, rest = text.split(BEGIN)
-    new = head + table() + rest.split(END)[1]
+    new = head + section() + rest.split(END)[1]
     if args.check:
         sys.exit("README.md is not rendered from the results" if new != text else 0)
     README.write_text(new)
