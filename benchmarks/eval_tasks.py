@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import random
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +20,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.engine import engine
+from vllm_kvplug.eval.scoring import interval, relative
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
 """Policy and knobs by the name of a run."""
@@ -63,29 +63,6 @@ def scores(llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]]) ->
     return [
         tasks.score(e["task"], e["meta"], o.outputs[0].text, e["answer"]) for e, o in zip(asked, outputs, strict=True)
     ]
-
-
-def relative(names: list[str], policy: list[float], full: list[float]) -> float:
-    """Mean over tasks of the ratio of mean scores; tasks that full attention fails are left out."""
-    ratios = []
-    for task in dict.fromkeys(names):
-        mine = fmean(s for n, s in zip(names, policy, strict=True) if n == task)
-        theirs = fmean(s for n, s in zip(names, full, strict=True) if n == task)
-        if theirs > 0:
-            ratios.append(mine / theirs)
-    return fmean(ratios)
-
-
-def interval(names: list[str], policy: list[float], full: list[float], draws: int = 2000) -> tuple[float, float]:
-    """95% paired bootstrap interval of `relative`, resampling the examples of each task."""
-    rng = random.Random(0)
-    by_task = {task: [i for i, n in enumerate(names) if n == task] for task in dict.fromkeys(names)}
-    found = []
-    for _ in range(draws):
-        drawn = [i for members in by_task.values() for i in rng.choices(members, k=len(members))]
-        found.append(relative([names[i] for i in drawn], [policy[i] for i in drawn], [full[i] for i in drawn]))
-    found.sort()
-    return found[int(0.025 * draws)], found[int(0.975 * draws)]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def main() -> None:
         sys.argv[0] = "vllm"
         return serve()
     from vllm_kvplug.calibrate import command as profile
-    from vllm_kvplug.commands import check, plan
+    from vllm_kvplug.commands import check, evaluate, plan
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -95,6 +95,9 @@ def main() -> None:
     checking = commands.add_parser("check", help="check this machine, and whether a model can have a policy")
     check.add_arguments(checking)
     checking.set_defaults(run=check.run)
+    scoring = commands.add_parser("eval", help="score policies on tasks, with the memory they keep")
+    evaluate.add_arguments(scoring)
+    scoring.set_defaults(run=evaluate.run)
     args: Any = parser.parse_args()
     try:
         args.run(args)

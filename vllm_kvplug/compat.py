@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -176,13 +177,54 @@ def llm(model: str, **arguments: Any) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def generate(llm: Any, prompts: Sequence[list[int]], max_tokens: Sequence[int], **options: Any) -> list[Any]:
-    """Greedy completions of token-id prompts, submitted at once; options: of SamplingParams."""
-    from vllm import SamplingParams
+def generate(
+    llm: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: Sequence[int],
+    after_step: Callable[[int], None] = lambda finished: None,
+    **options: Any,
+) -> list[Any]:
+    """Greedy completions of token-id prompts, submitted at once; options: of SamplingParams.
 
-    params = [SamplingParams(temperature=0, max_tokens=n, **options) for n in max_tokens]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+    after_step is told after every step how many requests have finished in it.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, final = llm.llm_engine, RequestOutputKind.FINAL_ONLY
+    for i, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=most, output_kind=final, **options)
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    results: dict[int, Any] = {}
+    while engine.has_unfinished_requests():
+        finished = {int(o.request_id): o.outputs[0] for o in engine.step() if o.finished}
+        results |= finished
+        after_step(len(finished))
+    return [results[i] for i in range(len(prompts))]
+
+
+class HeldMemory:
+    """What requests of an engine in this process hold once their prompts are complete."""
+
+    def __init__(self, llm: Any):
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._seen: dict[str, tuple[int, int]] = {}
+
+    def look(self) -> None:
+        """Call it after every step."""
+        coordinator = self._scheduler.kv_cache_manager.coordinator
+        for request_id, request in self._scheduler.requests.items():
+            # Blocks go back in the step after the one that completed the prompt.
+            if request.num_output_tokens >= 2 and request_id not in self._seen:
+                managers = coordinator.single_type_managers
+                held = [sum(not b.is_null for b in m.req_to_blocks[request_id]) * m.block_size for m in managers]
+                self._seen[request_id] = max(held), request.num_tokens
+
+    @property
+    def share(self) -> float:
+        """Tokens that requests' blocks had room for, relative to the tokens they had; NaN if none was seen."""
+        room, tokens = (sum(column) for column in zip(*self._seen.values(), strict=True)) if self._seen else (0, 0)
+        return room / tokens if tokens else math.nan
 
 
 def version() -> str:

@@ -1,0 +1,1 @@
+"""Scores, memory and fidelity of policies."""

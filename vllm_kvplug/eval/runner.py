@@ -1,0 +1,170 @@
+"""Where answers come from: engines of this machine, one after another, or a running server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.eval.fidelity import TOP, Continuation
+from vllm_kvplug.eval.tasks import Example
+from vllm_kvplug.policies.argument import read_policy
+
+FULL = "full"
+"""The run that others are compared with: full attention."""
+
+USAGE = "vllm:kv_cache_usage_perc"
+ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Blocks are counted inside the engine, which therefore shares its process."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Texts in the order of the examples, and the memory that requests took, in a unit of the backend."""
+
+    texts: list[str]
+    memory: float
+
+
+class Backend(Protocol):
+    """Answers examples under a policy, or under full attention."""
+
+    def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers: ...
+
+
+def longest_answer(tokenizer: Any, example: Example) -> int:
+    """Tokens that an answer may have: room for one that is laid out otherwise."""
+    return int(len(tokenizer(example.answer)["input_ids"]) * 1.25) + 16
+
+
+@dataclass
+class Engines:
+    """Engines of stock vLLM and of policies. memory: of blocks held once prompts are complete, per token."""
+
+    model: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
+
+    def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers:
+        template = {"add_generation_prompt": True, "return_dict": True}
+        prompts = [list(self.tokenizer.apply_chat_template(e.messages, **template)["input_ids"]) for e in examples]
+        limits = [longest_answer(self.tokenizer, e) for e in examples]
+        result = self._run(policy, prompts, limits, label, 0)
+        return Answers(result["texts"], result["memory"])
+
+    def continue_text(self, policy: str, prompts: list[list[int]], tokens: int, label: str) -> list[Continuation]:
+        """Greedy continuations of `tokens` tokens, with log-probabilities."""
+        result = self._run(policy, prompts, [tokens] * len(prompts), label, TOP)
+        steps = [[{int(t): p for t, p in step.items()} for step in steps] for steps in result["steps"]]
+        return [Continuation(*pair) for pair in zip(result["tokens"], steps, strict=True)]
+
+    def _run(self, policy: str, prompts: list[list[int]], max_tokens: list[int], label: str, logprobs: int) -> Any:
+        longest = max(len(prompt) + most for prompt, most in zip(prompts, max_tokens, strict=True))
+        engine = {"model": self.model, "max_model_len": longest, "enable_prefix_caching": False, **self.arguments}
+        if policy != FULL:
+            engine["kv_policy"], engine["kv_policy_config"] = read_policy(policy)
+        job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "label": label, "logprobs": logprobs}
+        with tempfile.TemporaryDirectory() as scratch:
+            asked, out = Path(scratch) / "job.json", Path(scratch) / "out.json"
+            asked.write_text(json.dumps(job))
+            command = [sys.executable, "-m", "vllm_kvplug.eval.worker", str(asked), str(out)]
+            if subprocess.run(command, env={**os.environ, **ENVIRONMENT}).returncode:
+                raise PolicyError(f"{label}: the engine failed; what it said is above")
+            return json.loads(out.read_text())
+
+
+@dataclass
+class Server:
+    """A running server with one policy, of which requests may ask for another budget or none.
+
+    memory: peak of vllm:kv_cache_usage_perc while the examples were answered, `at_once` at a time.
+    """
+
+    url: str
+    tokenizer: Any
+    at_once: int = 8
+
+    def __post_init__(self) -> None:
+        try:
+            import openai
+        except ImportError:
+            raise PolicyError("--server needs the client: pip install openai") from None
+        self._client = openai.OpenAI(base_url=f"{self.url.rstrip('/')}/v1", api_key="none", max_retries=2)
+        try:
+            self._model = self._client.models.list().data[0].id
+        except openai.OpenAIError as error:
+            raise PolicyError(f"--server {self.url} does not answer: {error}") from None
+
+    def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers:
+        from tqdm import tqdm
+
+        options = request_options(policy)
+
+        def ask(example: Example) -> str:
+            reply = self._client.chat.completions.create(
+                model=self._model,
+                messages=example.messages,  # type: ignore[arg-type]
+                temperature=0,
+                max_tokens=longest_answer(self.tokenizer, example),
+                extra_body={"vllm_xargs": options} if options else {},
+            )
+            return reply.choices[0].message.content or ""
+
+        with PeakUsage(f"{self.url.rstrip('/')}/metrics") as usage, ThreadPoolExecutor(self.at_once) as pool:
+            texts = list(tqdm(pool.map(ask, examples), total=len(examples), desc=label))
+        return Answers(texts, usage.peak)
+
+
+def request_options(policy: str) -> dict[str, Any]:
+    """What a request to a server sends for a run: nothing for NAME, a budget for NAME@X, kvplug.off for full."""
+    if policy == FULL:
+        return {"kvplug.off": 1}
+    name, knobs = read_policy(policy)
+    if ":" in policy:
+        raise PolicyError(f"--policies {policy}: a running server keeps its knobs; give {name} or {name}@X")
+    return {"kvplug.budget": next(iter(knobs.values()))} if knobs else {}
+
+
+class PeakUsage:
+    """Looks at a server's cache usage until the end of the block."""
+
+    def __init__(self, url: str, seconds: float = 0.1):
+        self.url, self.seconds, self.peak = url, seconds, 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakUsage:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.seconds):
+            try:
+                with urllib.request.urlopen(self.url, timeout=5) as response:
+                    self.peak = max(self.peak, usage_in(response.read().decode()))
+            except OSError:
+                continue
+
+
+def usage_in(metrics: str) -> float:
+    """The largest cache usage of a server's engines."""
+    lines = [line for line in metrics.splitlines() if line.startswith(USAGE)]
+    return max((float(line.rsplit(" ", 1)[1]) for line in lines), default=0.0)
