@@ -21,7 +21,8 @@ SOURCES = (
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- results: python -m benchmarks.render -->", "<!-- end of results -->"
 RUNS = {
-    "heterocache_rho50": "heterocache, rho 0.5",
+    "heterocache_rho50": "heterocache, rho 0.5, with retrieval",
+    "heterocache_rho50_no_retrieval": "heterocache, rho 0.5, without",
     "streaming_512": "streaming, 4 + 508 tokens",
     "snapkv_50": "snapkv, half",
     "random_50": "random, half",
