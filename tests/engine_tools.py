@@ -344,9 +344,9 @@ def expected_later(rule: Rule, after_prompt: Positions, snapshot: Snapshot) -> P
     if isinstance(rule, Streaming):
         length = snapshot.length
         one = [t for t in range(length) if t < rule.sinks or t >= length - rule.window]
-        return [[one] * KV_HEADS] * LAYERS
+        return [[one for _ in layer] for layer in after_prompt]
     if snapshot.length < snapshot.prompt_end:
-        return [[list(range(snapshot.length))] * KV_HEADS] * LAYERS
+        return [[list(range(snapshot.length)) for _ in layer] for layer in after_prompt]
     new = list(range(snapshot.prompt_end, snapshot.length))
     return [[head + new for head in layer] for layer in after_prompt]
 
