@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -41,11 +42,14 @@ def run(args: argparse.Namespace) -> None:
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     name, knobs = read_policy(args.policy)
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     results = []
-    for check in checks(args.model, name, knobs, args.flags):
-        results.append(check)
-        if not args.json:
-            print(f"{'✓' if check.ok else '✗'} {check.name}: {check.detail}", flush=True)
+    shown = sys.stdout
+    with redirect_stdout(sys.stderr):  # whatever vLLM prints must not get between the results
+        for check in checks(args.model, name, knobs, args.flags):
+            results.append(check)
+            if not args.json:
+                print(f"{'✓' if check.ok else '✗'} {check.name}: {check.detail}", file=shown, flush=True)
     ok = all(check.ok for check in results)
     if args.json:
         print(json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2))
