@@ -128,7 +128,8 @@ def plot(found: list[Row], path: Path) -> None:
         axis.set_visible(False)
     figure.supxlabel("kept memory, relative to full attention")
     figure.supylabel("score, relative to full attention")
-    axes[0][0].legend(fontsize=7)
+    if axes[0][0].has_data():  # nothing is relative to a full run that is not there
+        axes[0][0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
