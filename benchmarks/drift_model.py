@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+from vllm_kvplug.tiny import head_profile, random_llama
 
 LAYERS, KV_HEADS, QUERY_HEADS = 2, 6, 12
 
@@ -22,52 +21,10 @@ PROFILE: dict[str, Any] = {
 
 
 def make_model(folder: Path) -> Path:
-    """A random Llama with 2 layers, 12 query heads on 6 KV heads; otherwise as `tiny_model_dir`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=96,
-        intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=QUERY_HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder / "drifting-llama")
-    return folder / "drifting-llama"
+    """A random Llama of the shape of PROFILE, in a folder in `folder`."""
+    shape = {"layers": LAYERS, "kv_heads": KV_HEADS, "query_heads": QUERY_HEADS}
+    return random_llama(folder / "drifting-llama", **shape, hidden_size=96, seed=1)
 
 
-def write_profile(model_dir: Path, path: Path, profile: Mapping[str, Any] = PROFILE) -> Path:
-    """Write PROFILE, or another, as the head profile of a model."""
-    from transformers import AutoConfig
-
-    from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, Provenance, kv_shape, model_fingerprint
-
-    config = AutoConfig.from_pretrained(model_dir)
-    layers, kv_heads, query_heads, head_dim = kv_shape(config)
-    HeadProfile(
-        model=ProfiledModel(
-            name="drifting-llama",
-            fingerprint=model_fingerprint(config),
-            layers=layers,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_dim=head_dim,
-        ),
-        roles=profile["roles"],
-        weights=profile["weights"],
-        clusters=profile["clusters"],
-        provenance=Provenance(source="made by hand for a test", date="2026-01-01"),
-    ).save(path)
-    return path
+def write_profile(model: Path, path: Path) -> Path:
+    return head_profile(model, path, **PROFILE)

@@ -72,7 +72,7 @@ def cases(graphs: bool) -> list[tuple[str, dict[str, Any], bool]]:
         ("whole prompts, one by one", {**eager, "max_num_batched_tokens": 2048}, False),
         (
             "tiny pool",
-            {**eager, "max_num_batched_tokens": 512, "num_gpu_blocks_override": 104, "max_model_len": 1600},
+            {**eager, "max_num_batched_tokens": 512, **TINY_POOL},
             True,
         ),
     ]

@@ -7,39 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from vllm_kvplug.tiny import random_llama
+
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama without a tokenizer: 3 layers, 4 query heads on 2 KV heads, vocabulary of 320.
-
-    Weights are large enough that attention is far from uniform and greedy tokens vary. head_dim is 32, the
-    smallest that stock vLLM serves on a CPU. No end-of-sequence token: a request runs to its full length.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        dtype="float32",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+    """3 layers, 4 query heads on 2 KV heads, no tokenizer."""
     folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    model.save_pretrained(folder)
-    return folder
+    return random_llama(folder, layers=3, kv_heads=2, query_heads=4, hidden_size=64)
 
 
 @pytest.fixture(scope="session")

@@ -14,9 +14,10 @@ import torch
 from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
 
 from benchmarks.engine import engine, runtime, scheduler
+from vllm_kvplug.tiny import VOCAB, head_profile
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
-VOCAB, LAYERS, KV_HEADS = 320, 3, 2
+LAYERS, KV_HEADS = 3, 2
 TIE = 1e-5
 """Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
 
@@ -50,37 +51,9 @@ class Case:
         knobs = dict(self.knobs)
         if self.profile is not None:
             path = folder / f"{self.name}.json"
-            save_profile(model_dir, self.profile, path)
+            head_profile(model_dir, path, **self.profile)
             knobs["profile"] = str(path)
         return {"kv_policy": self.policy, "kv_policy_config": knobs}
-
-
-def save_profile(model_dir: Path, profile: Mapping[str, Any], path: Path) -> None:
-    """Write a head profile for the tiny model; each layer has one pivot at most, which leads its satellites."""
-    from transformers import AutoConfig
-
-    from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, Provenance, kv_shape, model_fingerprint
-
-    config = AutoConfig.from_pretrained(model_dir)
-    layers, kv_heads, query_heads, head_dim = kv_shape(config)
-    clusters = []
-    for row in profile["roles"]:
-        satellites = tuple(h for h, role in enumerate(row) if role == "satellite")
-        clusters.append({h: satellites for h, role in enumerate(row) if role == "pivot"})
-    HeadProfile(
-        model=ProfiledModel(
-            name="tiny-llama",
-            fingerprint=model_fingerprint(config),
-            layers=layers,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_dim=head_dim,
-        ),
-        roles=profile["roles"],
-        weights=profile["weights"],
-        clusters=clusters,
-        provenance=Provenance(source="made by hand for a test", date="2026-01-01"),
-    ).save(path)
 
 
 TWO_PIVOTS = {

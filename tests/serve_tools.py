@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 START_SECONDS = 300
+ATTEMPTS = 20
 MAX_LEN = 2048
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -45,6 +48,7 @@ class Server:
     name: str
     url: str
     log: Path
+    process: int
     client: Any = None
 
     def metrics(self) -> dict[str, float]:
@@ -62,6 +66,31 @@ class Server:
                 for key in keys:
                     result[key] = result.get(key, 0) + sample.value
         return result
+
+    async def metrics_during(self, request: Callable[[], Any], gauge: str) -> tuple[list[dict[str, float]], int]:
+        """Metrics at moments of a request and a little before and after it, and how often it was made.
+
+        It is made until `gauge` was seen above zero: on a busy machine this process may sleep through a request. The
+        engine stands still for each look: vLLM's front end answers nobody else while the engine has steps for it.
+        """
+        engine = psutil.Process(self.process).children(recursive=True)
+        assert engine, "no process of the engine was found"
+        seen: list[dict[str, float]] = []
+        for made in range(1, ATTEMPTS + 1):
+            answer = asyncio.create_task(request())
+            while not answer.done():
+                await asyncio.sleep(0.1)
+                for process in engine:
+                    process.suspend()
+                try:
+                    seen.append(await asyncio.to_thread(self.metrics))
+                finally:
+                    for process in engine:
+                        process.resume()
+            await answer
+            if any(metrics[gauge] for metrics in seen):
+                return seen, made
+        raise AssertionError(f"{gauge} was 0 whenever it was looked at")
 
     def wait_idle(self) -> dict[str, float]:
         """Metrics once no request runs or waits."""
@@ -154,7 +183,7 @@ def serving(name: str, model: Path, folder: Path, flags: Sequence[str]) -> Itera
     try:
         url = f"http://127.0.0.1:{port}"
         wait_healthy(process, url, log)
-        yield Server(name, url, log)
+        yield Server(name, url, log, process.pid)
         assert process.poll() is None, f"the server died:\n{log.read_text()[-3000:]}"
     finally:
         stop(process)

@@ -5,14 +5,11 @@ TRITON_INTERPRET=1 the Triton kernel runs on CPU tensors instead: `test_triton_k
 in a process of its own, since Triton reads the variable when it is imported.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_tools import INTERPRETED, run_interpreted, runs_kernel, starts_interpreter
 
 from vllm_kvplug import ops
 
@@ -21,7 +18,6 @@ CHUNK = 64
 NAN, INF = float("nan"), float("inf")
 # Kernels accumulate in float32 and round once, to the dtype of `out`.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -281,7 +277,7 @@ def test_decode_attention_rejects():
         inputs.run()
 
 
-@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="plans are for the Triton kernel")
+@runs_kernel
 @pytest.mark.parametrize("capacity", [1, 3, 8])
 def test_one_plan_for_all_layers(device, capacity):
     """The same rows in every layer, whatever number of splits the lengths are cut into, and after they change."""
@@ -403,12 +399,9 @@ def test_cuda_graph_replay():
     assert scratch.view(PAGE, 256).any(-1).nonzero().flatten().tolist() == [5]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="runs this file")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@starts_interpreter
 def test_triton_kernel_interpreted():
-    """The Triton kernel passes the decode cases on CPU tensors, in Triton's interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k"]
-    select = "(test_decode_attention and float32 or strided_out or large_scores or nan_in or plan) and cpu"
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, select], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:]
+    """The Triton kernel passes the decode cases on CPU tensors."""
+    run_interpreted(
+        __file__, "(test_decode_attention and float32 or strided_out or large_scores or nan_in or plan) and cpu"
+    )

@@ -19,7 +19,7 @@ from engine_tools import (
     token_ids,
 )
 
-from benchmarks.drift_model import PROFILE, make_model, write_profile
+from benchmarks.drift_model import make_model, write_profile
 from benchmarks.engine import used_blocks
 from vllm_kvplug import planning
 from vllm_kvplug.errors import PolicyError
@@ -82,7 +82,7 @@ def test_an_engine_does_what_was_foretold(name: str, tiny_model_dir: Path, tmp_p
     model, knobs = tiny_model_dir, dict(KNOBS[name])
     if name == "heterocache":
         model = make_model(tmp_path)
-        knobs["profile"] = str(write_profile(model, tmp_path / "profile.json", PROFILE))
+        knobs["profile"] = str(write_profile(model, tmp_path / "profile.json"))
     engine = replace(ENGINE, shape=planning.model_shape(planning.model_config(str(model)), "tiny", 1))
     policy = make_policy(name, knobs, engine.shape)
     told = planning.forecast(policy, engine, CONTEXT, MOST, AVAILABLE)

@@ -1,25 +1,16 @@
-"""The prefill kernel against plain torch: rows of a batch, stored pages, rings, poisoned tails.
-
-With a GPU it runs there; without one, in Triton's interpreter on CPU tensors. Triton reads TRITON_INTERPRET when it
-is imported, so the interpreted run is a process of its own.
-"""
+"""The prefill kernel against plain torch: rows of a batch, stored pages, rings, poisoned tails."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
+from kernel_tools import DEVICE, INTERPRETED, run_interpreted, runs_kernel, starts_interpreter
 
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 UNBOUNDED = 1 << 30
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -123,7 +114,7 @@ class Batch:
         return expected
 
 
-@pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="needs a GPU, or the interpreter")
+@runs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
@@ -134,11 +125,6 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="runs this file")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@starts_interpreter
 def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "passed" in done.stdout and "failed" not in done.stdout, done.stdout[-4000:]
+    run_interpreted(__file__)

@@ -109,21 +109,11 @@ def test_long_prompts_leave_room_for_each_other(server: Server):
 
 
 def test_usage_is_seen_while_a_request_runs(server: Server):
-    tokens = 1500 if server.name == "tiny" else 60
-
-    async def work() -> list[float]:
-        answer = asyncio.create_task(server.complete(prompt_of(300, 4), tokens))
-        shares = []
-        while not answer.done():
-            shares.append((await asyncio.to_thread(server.metrics))["vllm:kv_cache_usage_perc"])
-            await asyncio.sleep(0.01)
-        assert (await answer).usage.completion_tokens == tokens
-        return shares
-
+    usage, tokens = "vllm:kv_cache_usage_perc", 1500 if server.name == "tiny" else 60
+    seen, _ = server.run(lambda: server.metrics_during(lambda: server.complete(prompt_of(300, 4), tokens), usage))
     most = 300 // 4 // 16 + tokens // 16 + 3
-    shares = server.run(work)
-    assert 0 < max(shares) * (BLOCKS - 1) <= max(most, 20)  # 19 while the prompt is computed
-    assert server.wait_idle()["vllm:kv_cache_usage_perc"] == 0
+    assert max(metrics[usage] for metrics in seen) * (BLOCKS - 1) <= max(most, 20)  # 19 while the prompt is computed
+    assert server.wait_idle()[usage] == 0
 
 
 def test_logprobs(server: Server):

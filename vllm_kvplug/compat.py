@@ -35,6 +35,9 @@ WORKERS = {
 }
 """vLLM's worker classes and the ones that carry a policy."""
 
+IN_PROCESS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Environment of a process of ours that runs one engine, quietly, with its scheduler in reach."""
+
 _RUNTIMES: WeakValueDictionary[int, Runtime] = WeakValueDictionary()
 """Runtime of each engine in this process, by the identity of the engine's table of layers."""
 

@@ -70,6 +70,10 @@ class PolicyConfig(BaseModel):
         assert self.request_knob is not None
         return type(self)(**{**self.model_dump(exclude_unset=True), self.request_knob: budget})
 
+    def holding(self, tokens: int) -> Self:
+        """The same with a budget that drops nothing of requests of up to `tokens` tokens."""
+        return self if self.request_knob is None else self.for_budget(1.0)
+
 
 class BudgetConfig(PolicyConfig):
     """A per-head budget: a share of the prompt, or a number of tokens."""

@@ -118,7 +118,7 @@ def test_commas_within_json():
 
 def test_an_engine(model: Path, monkeypatch: pytest.MonkeyPatch):
     """Half of the prompt's blocks, and log-probabilities of every decoded token."""
-    monkeypatch.setattr(runner, "ENVIRONMENT", {**runner.ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1"})
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     arguments = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 4}
     engines = Engines(str(model), arguments)
     prompts = [[i % 300 for i in range(n)] for n in (640, 320)]

@@ -1,27 +1,15 @@
-"""The append kernel against `PageTables` in plain torch, in lifecycles of several requests.
-
-With a GPU it runs there; without one, in Triton's interpreter on CPU tensors. Triton reads TRITON_INTERPRET when it
-is imported, so the interpreted run is a process of its own.
-"""
+"""The append kernel against `PageTables` in plain torch, in lifecycles of several requests."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from kernel_tools import DEVICE, run_interpreted, runs_kernel, starts_interpreter
 
 from vllm_kvplug.placement.tables import PageTables, TableSizes
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNBOUNDED = 1 << 30
 STATE = ("lengths", "positions", "_num_free", "_taken")
-
-runs_kernel = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="needs a GPU, or the interpreter")
 
 
 class Twins:
@@ -129,11 +117,6 @@ def test_many_heads() -> None:
         twins.append([0], [15 + step])
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="runs this file")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@starts_interpreter
 def test_interpreted() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "passed" in done.stdout and "failed" not in done.stdout, done.stdout[-4000:]
+    run_interpreted(__file__)

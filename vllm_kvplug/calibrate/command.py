@@ -18,8 +18,6 @@ from vllm_kvplug.calibrate.profile import (
     ProfiledModel,
     ProfileSettings,
     Provenance,
-    kv_shape,
-    model_fingerprint,
     weights_hash,
 )
 from vllm_kvplug.errors import PolicyError
@@ -100,16 +98,8 @@ def profile_model(
         layer_roles(groups, stable, settings.tau_stable)
         for groups, stable in zip(clusters, scores.stability, strict=True)
     )
-    layers, kv_heads, query_heads, head_dim = kv_shape(network.config)
     return HeadProfile(
-        model=ProfiledModel(
-            name=name,
-            fingerprint=model_fingerprint(network.config),
-            layers=layers,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_dim=head_dim,
-        ),
+        model=ProfiledModel.of(network.config, name),
         roles=roles,
         weights=_rounded(budget_weights(roles, scores.stability)),
         clusters=clusters,

@@ -47,6 +47,18 @@ class ProfiledModel(_Frozen):
     query_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
 
+    @classmethod
+    def of(cls, hf_config: Any, name: str) -> "ProfiledModel":
+        layers, kv_heads, query_heads, head_dim = kv_shape(hf_config)
+        return cls(
+            name=name,
+            fingerprint=model_fingerprint(hf_config),
+            layers=layers,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_dim=head_dim,
+        )
+
 
 class ProfiledText(_Frozen):
     name: str

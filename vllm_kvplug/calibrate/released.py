@@ -16,7 +16,6 @@ from vllm_kvplug.calibrate.profile import (
     Provenance,
     Role,
     kv_shape,
-    model_fingerprint,
 )
 
 ROLE_OF_CODE: dict[int, Role] = {1: "anchor", 2: "volatile", 3: "pivot", 4: "satellite"}
@@ -44,7 +43,7 @@ def load_released(path: str | Path, hf_config: Any, name: str | None = None) -> 
 
 
 def _convert(content: dict, file_name: str, hf_config: Any, name: str) -> HeadProfile:
-    layers, kv_heads, query_heads, head_dim = kv_shape(hf_config)
+    layers, kv_heads, _, _ = kv_shape(hf_config)
     codes = content["classification_matrix"]
     if len(codes) != layers or any(len(row) != kv_heads for row in codes):
         shape = f"{len(codes)} layers of {len(codes[0]) if codes else 0} heads"
@@ -54,14 +53,7 @@ def _convert(content: dict, file_name: str, hf_config: Any, name: str) -> HeadPr
         raise ValueError(f"classification_matrix has unknown role codes {sorted(unknown)}")
 
     profile = HeadProfile(
-        model=ProfiledModel(
-            name=name,
-            fingerprint=model_fingerprint(hf_config),
-            layers=layers,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_dim=head_dim,
-        ),
+        model=ProfiledModel.of(hf_config, name),
         roles=tuple(tuple(ROLE_OF_CODE[code] for code in row) for row in codes),
         weights=content["allocation_matrix"],
         clusters=content["leader_member_relations"],

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from vllm_kvplug import compat
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.eval.fidelity import TOP, Continuation
 from vllm_kvplug.eval.tasks import Example
@@ -24,8 +25,6 @@ FULL = "full"
 """The run that others are compared with: full attention."""
 
 USAGE = "vllm:kv_cache_usage_perc"
-ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Blocks are counted inside the engine, which therefore shares its process."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,6 @@ class Answers:
 
     texts: list[str]
     memory: float
-
-
-class Backend(Protocol):
-    """Answers examples under a policy, or under full attention."""
-
-    def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers: ...
 
 
 def longest_answer(tokenizer: Any, example: Example) -> int:
@@ -81,8 +74,8 @@ class Engines:
         with tempfile.TemporaryDirectory() as scratch:
             asked, out = Path(scratch) / "job.json", Path(scratch) / "out.json"
             asked.write_text(json.dumps(job))
-            command = [sys.executable, "-m", "vllm_kvplug.eval.worker", str(asked), str(out)]
-            if subprocess.run(command, env={**os.environ, **ENVIRONMENT}).returncode:
+            command = [sys.executable, "-m", "vllm_kvplug.eval.engine_process", str(asked), str(out)]
+            if subprocess.run(command, env={**os.environ, **compat.IN_PROCESS}).returncode:
                 raise PolicyError(f"{label}: the engine failed; what it said is above")
             return json.loads(out.read_text())
 

@@ -88,9 +88,10 @@ class PageTables:
 
     # ---- reading
 
-    def locate(self, slots: torch.Tensor, heads: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def locate(self, slots: torch.Tensor | int, heads: torch.Tensor | int, index: torch.Tensor) -> torch.Tensor:
         """Token slots (page * 16 + offset, int64) of the `index`-th stored tokens; broadcasts.
 
+        A number for `slots` or `heads` costs nothing; a tensor made of one would make the host wait for the device.
         Where the table has no such page the result is meaningless: mask it.
         """
         index = index.long()

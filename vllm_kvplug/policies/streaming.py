@@ -6,6 +6,8 @@ trained for the difference is position numbering only).
 
 from __future__ import annotations
 
+from typing import Self
+
 from pydantic import Field
 
 from vllm_kvplug.config import PolicyConfig
@@ -16,6 +18,9 @@ from vllm_kvplug.shape import ModelShape
 class StreamingConfig(PolicyConfig):
     sinks: int = Field(default=4, ge=0, description="First tokens that every head keeps.")
     window: int = Field(default=1024, ge=1, description="Last tokens that every head keeps, the newest included.")
+
+    def holding(self, tokens: int) -> Self:
+        return type(self)(**{**self.model_dump(exclude_unset=True), "window": tokens})
 
 
 class Streaming(Policy[StreamingConfig]):

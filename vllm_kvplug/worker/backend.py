@@ -172,5 +172,5 @@ class HeadPageImpl(AttentionImpl):
         """K and V of a layer's heads before this step, each [KV heads, stored, d]."""
         assert self.runtime.tables is not None and self.runtime.pool is not None
         heads = torch.arange(first, first + self.num_kv_heads)
-        slots = self.runtime.tables.locate(torch.tensor(row.slot), heads[:, None], torch.arange(row.stored))
+        slots = self.runtime.tables.locate(row.slot, heads[:, None], torch.arange(row.stored))
         return self.runtime.pool.gather(slots)

@@ -108,9 +108,8 @@ class DriftCheck:
     def _keys(self, request: LiveRequest, layer: int, head: int) -> torch.Tensor:
         """A pivot's prompt keys [tokens, d]: it keeps them all, in order."""
         device = self.tables.lengths.device
-        flat = torch.tensor(layer * self.geometry.kv_heads + head, device=device)
         index = torch.arange(request.prefill_end, device=device)
-        return self.pool.gather(self.tables.locate(torch.tensor(request.slot, device=device), flat, index))[0]
+        return self.pool.gather(self.tables.locate(request.slot, layer * self.geometry.kv_heads + head, index))[0]
 
     def rebase(self, request: LiveRequest, cluster: int) -> None:
         """After a trigger the newest query is the baseline."""

@@ -43,7 +43,7 @@ class PromptEnd:
         device = self.tables.lengths.device
         heads = torch.arange(first, first + self.geometry.kv_heads, device=device)
         everything = torch.arange(length, device=device)
-        stored = self.tables.locate(torch.tensor(request.slot, device=device), heads[:, None], everything)
+        stored = self.tables.locate(request.slot, heads[:, None], everything)
         keys, _ = self.pool.gather(stored)
         view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale)
         scores = request.policy.score(view)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -50,18 +50,36 @@ class Check:
 class Offloaded:
     """A request's share of the host tier, and its retrievals.
 
-    heads: flat heads of this rank whose prompt is there, in ascending order. slots: int64 [heads, host slots] on
-    the CPU. base_head: by cluster whose pivot this rank holds, the KV head of the rank that made the baseline.
+    heads: flat heads of this rank whose prompt is there, int64 [n], ascending, on the device. slots: int64
+    [n, host slots] on the CPU. row: by flat head, its place in both. of_layer: by layer, where its heads stand in
+    them, and which heads of the layer these are, int64 on the device. base_head: by cluster whose pivot this rank
+    holds, the KV head of the rank that made the baseline.
     """
 
-    heads: list[int]
+    heads: torch.Tensor
     slots: torch.Tensor
+    row: dict[int, int]
+    of_layer: dict[int, tuple[slice, torch.Tensor]]
     base_head: dict[int, int]
     flights: dict[int, Flight] = field(default_factory=dict)
     check: Check | None = None
 
-    def row(self, head: int) -> torch.Tensor:
-        return self.slots[self.heads.index(head)]
+    @classmethod
+    def of(
+        cls, heads: list[int], slots: torch.Tensor, kv_heads: int, base_head: dict[int, int], device: torch.device
+    ) -> Self:
+        """heads: flat and ascending; kv_heads: of a layer."""
+        on_device = torch.tensor(heads, dtype=torch.int64).to(device, non_blocking=True)
+        layers = [head // kv_heads for head in heads]
+        of_layer = {}
+        for layer in dict.fromkeys(layers):
+            place = slice(layers.index(layer), layers.index(layer) + layers.count(layer))
+            of_layer[layer] = (place, on_device[place] - layer * kv_heads)
+        return cls(on_device, slots, {head: i for i, head in enumerate(heads)}, of_layer, base_head)
+
+    def slots_of(self, head: int) -> torch.Tensor:
+        """Host slots of a flat head, int64 [host slots]."""
+        return self.slots[self.row[head]]
 
 
 @dataclass

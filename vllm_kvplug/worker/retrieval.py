@@ -99,7 +99,7 @@ class Retriever:
         heads = sorted(layer * g.kv_heads + head - g.first_head for layer, head in places)
         slots = self.host.allocate(len(heads), ceil_div(request.prefill_end, HOST_SLOT))
         base_head = dict(zip(self.queries.clusters, self.queries.base_head, strict=True))
-        request.offloaded = Offloaded(heads, slots, base_head)
+        request.offloaded = Offloaded.of(heads, slots, g.kv_heads, base_head, self.tables.lengths.device)
 
     def end(self, request: LiveRequest) -> None:
         """Forget a request. What it has in flight is dropped: a copy only ever writes to staging."""
@@ -114,23 +114,19 @@ class Retriever:
 
     def store(self, request: LiveRequest, layer: int, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Send a chunk's K and V [tokens, KV heads, d] of the layer's satellites to the host."""
-        if request.offloaded is None:
+        if request.offloaded is None or layer not in request.offloaded.of_layer:
             return
-        first = layer * self.geometry.kv_heads
-        rows = [i for i, h in enumerate(request.offloaded.heads) if first <= h < first + self.geometry.kv_heads]
-        if rows:
-            heads = [request.offloaded.heads[i] - first for i in rows]
-            encoded = self.host.codec.encode(key[:, heads].transpose(0, 1), value[:, heads].transpose(0, 1))
-            self._store(request.offloaded.slots[rows], start, encoded)
+        rows, heads = request.offloaded.of_layer[layer]
+        encoded = self.host.codec.encode(key[:, heads].transpose(0, 1), value[:, heads].transpose(0, 1))
+        self._store(request.offloaded.slots[rows], start, encoded)
 
     def store_token(self, request: LiveRequest, position: int) -> None:
         """As `store`, for a prompt token that came in a decode row: from its pages, all layers."""
-        if request.offloaded is None or not request.offloaded.heads:
+        if request.offloaded is None or not request.offloaded.of_layer:
             return
-        device = self.tables.lengths.device
-        heads = torch.tensor(request.offloaded.heads, device=device)
-        slot, index = torch.tensor([request.slot, position], device=device)
-        key, value = self.pool.gather(self.tables.locate(slot, heads, index))
+        heads = request.offloaded.heads
+        where = self.tables.locate(request.slot, heads, torch.full_like(heads, position))
+        key, value = self.pool.gather(where)
         self._store(request.offloaded.slots, position, self.host.codec.encode(key[:, None], value[:, None]))
 
     def _store(self, slots: torch.Tensor, start: int, encoded: torch.Tensor) -> None:
@@ -155,7 +151,7 @@ class Retriever:
 
     @property
     def _limit(self) -> int:
-        return 1 << 62 if self.retrieval.step_mib is None else int(self.retrieval.step_mib * MIB)
+        return 1 << 62 if self.retrieval.step_mib is None else max(int(self.retrieval.step_mib * MIB), 1)
 
     def before_decode(self, request: LiveRequest, length: int) -> None:
         """At the start of the step after which the request has `length` tokens: land what is due."""
@@ -240,7 +236,7 @@ class Retriever:
         start = flight.staged.start
         for head, where in zip(heads, positions, strict=True):
             target = self.staging.buffer[start : start + len(where)]
-            job = self._fetch(request.offloaded.row(head), where, target)
+            job = self._fetch(request.offloaded.slots_of(head), where, target)
             flight.pieces.append(job)
             self._held_back.append((flight, job, len(where) * self.host.codec.token_bytes))
             start += len(where)
@@ -264,16 +260,15 @@ class Retriever:
         if flight.ticket is not None:
             flight.ticket.wait()
         device = self.tables.lengths.device
-        slot = torch.tensor(request.slot, device=device)
         start = flight.staged.start if flight.staged else 0
         for head, where in zip(flight.heads, flight.positions, strict=True):
             if flight.staged:
                 content = self.staging.buffer[start : start + len(where)]
             else:
-                content = self._read_now(request.offloaded.row(head), where).to(device)
+                content = self._read_now(request.offloaded.slots_of(head), where).to(device)
             start += len(where)
             index = torch.arange(len(where), device=device)
-            target = self.tables.locate(slot, torch.tensor(head, device=device), index)
+            target = self.tables.locate(request.slot, head, index)
             self.pool.put(target, content)
             self.tables.set_positions(target, where)
         self.counters.landings += 1

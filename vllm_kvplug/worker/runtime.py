@@ -186,12 +186,12 @@ class Runtime:
         live_decodes = min(decode_rows, len(rows))
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
         phases = [self._begin_decode(rows[i], lengths[i]) for i in range(live_decodes)]
+        phases += [0] * (decode_rows - live_decodes)
         self._place[:padded_tokens] = -1
         if decode_rows:
-            on_device = self._upload(torch.tensor(slots, dtype=torch.int64))
-            self._row_slot[:decode_rows] = on_device.int()
-            if self.retriever:
-                self._phase[:live_decodes] = self._upload(torch.tensor(phases, dtype=torch.int64))
+            on_device, phase = self._upload(torch.tensor([slots, phases], dtype=torch.int64))
+            self._row_slot[:decode_rows] = on_device
+            self._phase[:decode_rows] = phase
             last = device_lengths[:decode_rows].long() - 1
             places = self._place[:decode_rows]
             self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens, places)

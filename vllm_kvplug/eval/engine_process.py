@@ -1,6 +1,6 @@
 """One engine in a process of its own, which gives all its memory back when it ends.
 
-    python -m vllm_kvplug.eval.worker JOB OUT     both are JSON files
+    python -m vllm_kvplug.eval.engine_process JOB OUT     both are JSON files
 
 The job has the engine's arguments, prompts as token ids, and limits on answers; the result has texts, the share of
 memory held once prompts are complete and, if the job asks for log-probabilities, continuations.
