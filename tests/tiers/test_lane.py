@@ -30,7 +30,7 @@ def test_first_in_first_out(lane: Lane):
 
 def test_a_job_runs_beside_its_caller(lane: Lane):
     gate, where = threading.Event(), []
-    first = lane.submit(lambda: where.append(threading.current_thread()) or gate.wait(9))
+    first = lane.submit(lambda: where.append(threading.current_thread()) or gate.wait(60))
     second = lane.submit(lambda: where.append(threading.current_thread()))
     assert not first.done and not second.done
     gate.set()
@@ -90,7 +90,7 @@ def test_jobs_that_wait_are_few(lane: Lane, monkeypatch: pytest.MonkeyPatch):
 
 def test_close_finishes_what_is_queued():
     lane, gate, done = Lane(torch.device("cpu")), threading.Event(), []
-    lane.submit(lambda: gate.wait(9))
+    lane.submit(lambda: gate.wait(60))
     for i in range(5):
         lane.submit(lambda i=i: done.append(i))
     gate.set()
