@@ -167,8 +167,10 @@ class World:
             self.tables.set_positions(stored[head, :count], chosen)
             request.heads[head] = {p: request.heads[head][p] for p in chosen.tolist()}
         before, after = self.plan.prefill_blocks(end), self.plan.decode_blocks(end, end)
-        source, target = self.tables.shrink(request.slot, kept, before, after)
-        assert set(source.tolist()).isdisjoint(target.tolist())
+        row = self.rows([request])
+        source, target = self.tables.shrink(request.slot, row, torch.tensor(kept), before, after, max(kept))
+        moved = source > 0
+        assert set(source[moved].tolist()).isdisjoint(target.tolist()) and not target[~moved].any()
         self.pool.copy_pages(source, target)
         request.vacated = range(after, before)
 

@@ -61,8 +61,10 @@ class PromptEnd:
         """After the last layer: pack the kept pages into the blocks that stay."""
         length = request.prefill_end
         before, after = request.plan.prefill_blocks(length), request.plan.decode_blocks(length, length)
-        kept = [count for layer in self.kept(request) for count in layer]
-        self.pool.copy_pages(*self.tables.shrink(request.slot, kept, before, after))
+        counts = [count for layer in self.kept(request) for count in layer]
+        kept = torch.tensor(counts).to(self.tables.lengths.device, non_blocking=True)
+        assert request.row is not None
+        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, before, after, max(counts)))
 
 
 class QueryWindows:

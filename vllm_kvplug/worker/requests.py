@@ -84,13 +84,17 @@ class Offloaded:
 
 @dataclass
 class LiveRequest:
-    """A request that holds blocks. policy, plan: as its options make them."""
+    """A request that holds blocks.
+
+    policy, plan: as its options make them. row: block ids in this step, int32 [1, n].
+    """
 
     slot: int
     prefill_end: int
     policy: Policy
     plan: PagePlan
     offloaded: Offloaded | None = None
+    row: torch.Tensor | None = None
 
     @classmethod
     def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:

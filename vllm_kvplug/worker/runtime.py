@@ -185,7 +185,7 @@ class Runtime:
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
         live_decodes = min(decode_rows, len(rows))
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
-        phases = [self._begin_decode(rows[i], lengths[i]) for i in range(live_decodes)]
+        phases = [self._begin_decode(rows[i], lengths[i], block_rows[i : i + 1]) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
         self._place[:padded_tokens] = -1
         if decode_rows:
@@ -234,13 +234,14 @@ class Runtime:
         self._decoding = []
         self.in_step = False
 
-    def _begin_decode(self, request: LiveRequest, length: int) -> int:
+    def _begin_decode(self, request: LiveRequest, length: int, row: torch.Tensor) -> int:
         """Before a row of one token runs: land what is due. Returns the place of its query in the drift window.
 
         The row may be a prompt's: a chunk of one token.
         """
         if request.plan.shrinks and (self.retriever or length <= request.prefill_end):
             self._decoding.append((request, length))
+            request.row = row
         if self.retriever is None:
             return 0
         if length > request.prefill_end:
@@ -252,6 +253,7 @@ class Runtime:
     ) -> PrefillRow:
         assert self.tables is not None
         start, tokens = end - count, slice(first, first + count)
+        request.row = row
         place = self.tables.extend(request.slot, row, start, end, self.sinks, self.ring_tokens)
         self._place[tokens] = place
         finishing = request.plan.shrinks and end == request.prefill_end
