@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference import HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+from reference import HeteroCache, Knorm, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
 
 from benchmarks.engine import engine, runtime, scheduler
 from vllm_kvplug.tiny import VOCAB, head_profile
@@ -78,6 +78,11 @@ def snapkv(ratio: float) -> Case:
 def random_keep(ratio: float, seed: int = 3) -> Case:
     knobs = {"ratio": ratio, "seed": seed}
     return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+def knorm(ratio: float, window: int, every: int) -> Case:
+    knobs = {"ratio": ratio, "window": window, "cut_every": every}
+    return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
 
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
@@ -312,14 +317,16 @@ def equal_up_to_ties(kept: Positions, replay: Replay) -> bool:
     return exact
 
 
-def expected_later(rule: Rule, after_prompt: Positions, snapshot: Snapshot) -> Positions:
+def expected_later(rule: Rule, replay: Replay, after_prompt: Positions, snapshot: Snapshot) -> Positions:
     """What heads must store at a snapshot, given what they kept when the prompt was complete."""
     if isinstance(rule, Streaming):
         length = snapshot.length
         one = [t for t in range(length) if t < rule.sinks or t >= length - rule.window]
         return [[one for _ in layer] for layer in after_prompt]
     if snapshot.length < snapshot.prompt_end:
-        return [[list(range(snapshot.length)) for _ in layer] for layer in after_prompt]
+        cut = max(length for length in replay.kept_in_prompt if length <= snapshot.length)
+        before = replay.kept_in_prompt[cut] or [[[] for _ in layer] for layer in after_prompt]
+        return [[head + list(range(cut, snapshot.length)) for head in layer] for layer in before]
     new = list(range(snapshot.prompt_end, snapshot.length))
     return [[head + new for head in layer] for layer in after_prompt]
 
@@ -332,7 +339,7 @@ def check_kept(rule: Rule, replay: Replay, snapshots: Sequence[Snapshot]) -> Pos
     (complete,) = [s for s in snapshots if s.length == prompt_end]
     exact = equal_up_to_ties(complete.kept, replay)
     for snapshot in snapshots:
-        expected = expected_later(rule, complete.kept, snapshot)
+        expected = expected_later(rule, replay, complete.kept, snapshot)
         assert snapshot.kept == expected, f"at {snapshot.length} tokens of a prompt of {prompt_end}"
     if exact:
         assert snapshots[-1].kept == replay.kept_at_end

@@ -152,7 +152,7 @@ def test_kept_is_within_the_prompt(tmp_path: Path, name: str, shape: ModelShape)
     for knobs in knobs_of(tmp_path, shape)[name]:
         policy = make_policy(name, knobs, shape)
         assert policy.name == name and policy.summary()
-        if not policy.evicts_after_prefill:
+        if not policy.evicts:
             assert policy.ring is not None
             continue
         for n in [*range(1, 70), 127, 128, 500, 999, 1023, 1024, 1025, 1999, 2000]:
@@ -167,7 +167,7 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
     """Rank 1 of 2: KV heads 2 and 3 of 4, each with 3 query heads."""
     for knobs in knobs_of(tmp_path, TP_SHAPE)[name]:
         policy = make_policy(name, knobs, TP_SHAPE)
-        if not policy.evicts_after_prefill:
+        if not policy.evicts:
             continue
         window = min(policy.query_window, tokens)
         generator = torch.Generator().manual_seed(tokens)
@@ -207,4 +207,4 @@ def test_a_policy_without_knobs_of_its_own():
         name = "nothing"
 
     policy = Nothing(PolicyConfig(), SHAPE)
-    assert not policy.evicts_after_prefill and policy.plan().decode_blocks(17, 40) == 3
+    assert not policy.evicts and policy.plan().decode_blocks(17, 40) == 3

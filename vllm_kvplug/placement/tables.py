@@ -29,13 +29,14 @@ class TableSizes:
     """How large the tables of an engine are.
 
     slots: requests that may be live at once. heads: (layer, KV head) pairs of the rank. max_tokens: most
-    tokens of a request. blocks: vLLM blocks in the pool.
+    tokens of a request. blocks: vLLM blocks in the pool. scored: whether every stored token has a score.
     """
 
     slots: int
     heads: int
     max_tokens: int
     blocks: int
+    scored: bool = False
 
     @property
     def chunks_per_head(self) -> int:
@@ -59,8 +60,9 @@ class TableSizes:
         return 4 * (directory + per_slot + partial_chunks)
 
     def bytes_per_block(self) -> int:
-        """Bytes per vLLM block: page ids, chunk ids, and the position of every stored token."""
-        return 4 * self.heads + 4 * self.heads // CHUNK + 4 * self.heads * PAGE
+        """Bytes per vLLM block: page ids, chunk ids, and the position (and score) of every stored token."""
+        per_token = 8 if self.scored else 4
+        return 4 * self.heads + 4 * self.heads // CHUNK + per_token * self.heads * PAGE
 
 
 class PageTables:
@@ -73,6 +75,8 @@ class PageTables:
         self.chunks = torch.zeros((chunks + 1, CHUNK), dtype=torch.int32, device=device)
         self.lengths = torch.zeros((slots, heads), dtype=torch.int32, device=device)
         self.positions = torch.full((sizes.blocks * heads + 1, PAGE), -1, dtype=torch.int32, device=device)
+        scored = self.positions.shape if sizes.scored else (0, PAGE)
+        self.scores = torch.zeros(scored, dtype=torch.float32, device=device)
         self._free_chunks = torch.arange(chunks + 1, dtype=torch.int32, device=device)
         self._num_free = torch.tensor(chunks, device=device)
         # A request's blocks are those that its last shrinking left, and its row's from `first_row` on.
@@ -212,6 +216,11 @@ class PageTables:
         trash = self.positions.numel() - PAGE
         self.positions.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = position.int()
 
+    def set_scores(self, token_slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """Record the scores, float32, of the tokens at `token_slots` (-1: none)."""
+        trash = self.scores.numel() - PAGE
+        self.scores.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = scores
+
     # ---- promoting, compacting, freeing
 
     def promote(self, slots: torch.Tensor, rows: torch.Tensor, victim: torch.Tensor, keep: torch.Tensor):
@@ -271,7 +280,8 @@ class PageTables:
         target = live[holes[order].clamp_max(room - 1) // heads] * heads + holes[order] % heads
         self.chunks[torch.where(moves, chunk, self.sizes.chunks), entry % CHUNK] = target.int()
         trash = self.positions.shape[0] - 1
-        self.positions[torch.where(moves, target, trash)] = self.positions[page]
+        for of_tokens in (self.positions, self.scores) if self.sizes.scored else (self.positions,):
+            of_tokens[torch.where(moves, target, trash)] = of_tokens[page]
         pairs = torch.zeros((2, room + 1), dtype=torch.int64, device=device)
         pairs[:, order.flatten()] = torch.stack([page.flatten(), target.flatten()])
 

@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
+    "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
