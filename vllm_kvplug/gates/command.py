@@ -209,6 +209,8 @@ def import_gate(args: argparse.Namespace) -> None:
     from vllm_kvplug.gates.files import save_gate
     from vllm_kvplug.gates.released import import_sink_gate, import_write_gate
 
+    if args.double_bias and args.kind == "wgkv":
+        raise PolicyError("import-gate: --double-bias is for fastkvzip, a write gate has no such bias")
     config, name = AutoConfig.from_pretrained(args.model), Path(args.model).name
     gate: Any
     if args.kind == "wgkv":

@@ -65,7 +65,7 @@ class Rotary:
         if kind != "default":
             return cls(*ROPE_INIT_FUNCTIONS[kind](hf_config))
         rotated = int(kv_shape(hf_config)[3] * parameters.get("partial_rotary_factor", 1.0))
-        return cls(parameters["rope_theta"] ** (-torch.arange(0, rotated, 2).float() / rotated), 1.0)
+        return cls(1.0 / parameters["rope_theta"] ** (torch.arange(0, rotated, 2).float() / rotated), 1.0)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [tokens] -> cos and sin [tokens, r/2], float32, with the factor."""
