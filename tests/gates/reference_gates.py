@@ -41,11 +41,15 @@ def sink_score(gate: SinkGate, layer: int, head: int, hidden: Tensor) -> float:
 
 def gated_row(query: Tensor, keys: Tensor, values: Tensor, gates: Tensor, i: int, window: int, scale: float) -> Tensor:
     """Output of query i [d] over keys and values [T, d] with their gates [T]."""
-    weights = [math.exp(float(query @ keys[j]) * scale) * (1 if i - j < window else float(gates[j])) for j in range(i + 1)]
+    weights = [
+        math.exp(float(query @ keys[j]) * scale) * (1 if i - j < window else float(gates[j])) for j in range(i + 1)
+    ]
     return sum(w * values[j] for j, w in enumerate(weights)) / sum(weights)
 
 
-def reconstruction_score(queries: Tensor, keys: Tensor, before: int, first: int, last: int, scale: float) -> list[float]:
+def reconstruction_score(
+    queries: Tensor, keys: Tensor, before: int, first: int, last: int, scale: float
+) -> list[float]:
     """queries [G, q, d] of the repetition, keys [k, d] of one head -> best attention per token of first..last-1."""
     own = queries.shape[1]
     start = len(keys) - own

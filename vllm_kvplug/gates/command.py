@@ -9,6 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from vllm_kvplug.config import explain
 from vllm_kvplug.errors import PolicyError
 
 
@@ -76,8 +79,10 @@ def train(args: argparse.Namespace) -> None:
     try:
         settings = kind(**given)
         texts = read_texts(args.texts)
+    except ValidationError as error:
+        raise PolicyError(f"train-gate: {explain(error)}") from None
     except (OSError, ValueError) as error:
-        raise PolicyError(f"train-gate: {error}") from error
+        raise PolicyError(f"train-gate: {error}") from None
     out = args.out or Path("profiles") / f"{Path(args.model).name}-{args.kind}.safetensors"
     _Training(args, out, texts).run(settings)
 
@@ -155,8 +160,8 @@ class _Training:
     def _check_length(self, contexts: list[Any], frame: Any, chunk: int) -> None:
         limit = self.model.config.max_position_embeddings
         for context in contexts:
-            *_, (_, _, repetition) = frame.repetitions(context[: 2 * chunk], chunk)
-            needed = len(frame.before) + len(context) + len(repetition)
+            longest = max(len(repetition) for _, _, repetition in frame.repetitions(context, chunk))
+            needed = len(frame.before) + len(context) + longest
             if needed > limit:
                 raise PolicyError(
                     f"train-gate: a context of {len(context)} tokens and its repetition need {needed} positions, the "
@@ -232,4 +237,4 @@ def report(metadata: Any, out: Path, picture: Path | None) -> None:
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     console = Console()
     console.print(table)
-    console.print(f"written to {out}" + (f", curves to {picture}" if picture else ""), highlight=False)
+    console.print(f"written to {out}" + (f", curves to {picture}" if picture else ""), highlight=False, soft_wrap=True)
