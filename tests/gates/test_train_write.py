@@ -186,6 +186,18 @@ def test_recomputing_layers_changes_no_gradient(model, rotary, ids):
     assert not model.training and not any(module.training for module in model.modules())
 
 
+def test_a_bfloat16_backbone_gives_nearly_the_same_gradients(model, rotary, ids):
+    """As on a GPU: backbone in bfloat16, gate in float32 under autocast."""
+    settings, gates = WriteTraining(window=WINDOW), [new_gate(), new_gate()]
+    rough = tiny_llama().bfloat16()
+    with layers_recomputed(rough):
+        seen = [write_step(m, gate, rotary, ids, settings) for m, gate in zip((model, rough), gates, strict=True)]
+    assert seen[1]["loss"] == pytest.approx(seen[0]["loss"], rel=0.1) and seen[0] != seen[1]
+    a, b = (torch.cat([weight.grad.flatten() for weight in gate.parameters()]) for gate in gates)
+    assert b.dtype == torch.float32
+    assert torch.cosine_similarity(a, b, dim=0) > 0.9
+
+
 def test_gradients_are_the_slope_of_the_loss(model, rotary, ids):
     """By finite differences in float64, along the gradient of all weights together."""
     double = tiny_llama().double()

@@ -22,8 +22,9 @@ from vllm_kvplug.errors import PolicyError
 
 
 def load_backbone(folder: Path, device: str) -> PreTrainedModel:
-    """In the checkpoint's dtype on a GPU, in float32 on a CPU, where bfloat16 is slow. Frozen."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto" if device != "cpu" else torch.float32)
+    """Frozen, in bfloat16 on a GPU and in float32 on a CPU, where bfloat16 is slow."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise PolicyError(f"train-gate: needs full attention in every layer, the model has {sorted(kinds)}")

@@ -147,7 +147,7 @@ def write_step(
         return gates[layer]
 
     with write_gated(model, gate_of, settings.window):  # also around backward(), which computes layers again
-        with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
             student = model.base_model(ids[None], use_cache=False).last_hidden_state
         stacked = torch.stack([gates[layer] for layer in sorted(gates)])
         distance = F.mse_loss(student.float(), teacher.float())
