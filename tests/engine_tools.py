@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import HeteroCache, Knorm, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+from reference import FastKVzip, HeteroCache, Knorm, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+from transformers import AutoConfig
 
 from benchmarks.engine import engine, runtime, scheduler
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.tiny import VOCAB, head_profile
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
@@ -45,10 +49,13 @@ class Case:
     knobs: Mapping[str, Any]
     rule: Rule
     profile: Mapping[str, Any] | None = None
+    gate: SinkGate | None = None
 
     def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
-        """Keyword arguments of the engine. A head profile is written to `folder`."""
+        """Keyword arguments of the engine. A head profile or a gate is written to `folder`."""
         knobs = dict(self.knobs)
+        if self.gate is not None:
+            knobs["gate"] = str(write_gate(model_dir, folder / f"{self.name}.safetensors", self.gate))
         if self.profile is not None:
             path = folder / f"{self.name}.json"
             head_profile(model_dir, path, **self.profile)
@@ -83,6 +90,26 @@ def random_keep(ratio: float, seed: int = 3) -> Case:
 def knorm(ratio: float, window: int, every: int) -> Case:
     knobs = {"ratio": ratio, "window": window, "cut_every": every}
     return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
+
+
+def fastkvzip(ratio: float, window: int, every: int, share: float = 0.02) -> Case:
+    """With a gate of random weights for the tiny model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        gate = SinkGate(LAYERS, KV_HEADS, 2, 64).requires_grad_(False)
+        for weight in gate.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
+    rule = FastKVzip(ratio, window, every, dict(gate.state_dict()), share)
+    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
+    return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
+
+
+def write_gate(model_dir: Path, path: Path, gate: SinkGate) -> Path:
+    config = AutoConfig.from_pretrained(model_dir)
+    shape = SinkGateShape(hidden_size=config.hidden_size)
+    save_gate(path, gate, GateMetadata(model=ProfiledModel.of(config, "tiny"), gate=shape, source="test", date="-"))
+    return path
 
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:

@@ -62,8 +62,11 @@ class Rule:
         """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
         raise NotImplementedError
 
-    def gate(self, index: int, key: torch.Tensor) -> torch.Tensor:
-        """Scores of tokens that come in at layer number `index`, key [H, n, d] -> float32 [H, n]."""
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of tokens that come in at layer number `index`, float32 [H, n].
+
+        key [H, n, d], after RoPE; hidden [n, D], what enters the attention block.
+        """
         return torch.zeros(key.shape[:2])
 
     def cuts(self, tokens: int) -> list[int]:
@@ -192,7 +195,7 @@ class Knorm(Rule):
     window: int = 64
     every: int = 2048
 
-    def gate(self, index: int, key: torch.Tensor) -> torch.Tensor:
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return -key.float().pow(2).sum(-1).sqrt()
 
     def limits(self, tokens: int) -> tuple[int, Fraction]:
@@ -214,6 +217,43 @@ class Knorm(Rule):
         best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
         for t, i, h in best[int(share * len(free)) :]:
             layers[i].keep[h, t] = False
+
+
+@dataclass(frozen=True)
+class FastKVzip(Knorm):
+    """As Knorm, with a sink-attention gate on hidden states (Fast KVzip, section 3.2).
+
+    weights: of the gate, by name. projection [L, H, (G+1)*E, D]: a head's G queries, then its key; q_bias [L, H, G, E];
+    norm_q, norm_k [L, E]; sinks [L, H, S, E]; bias [L, H, G]. window_share: of prompts shorter than `every`.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    window_share: float = 0.02
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        short = int(Fraction(str(self.window_share)) * tokens)
+        window = min(self.window, short) if tokens < self.every else self.window
+        return Knorm(self.ratio, window, self.every).limits(tokens)
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        w = {name: weight[index].float() for name, weight in self.weights.items()}
+        group, dim = w["q_bias"].shape[1:]
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        scores = []
+        for head in range(len(w["projection"])):
+            parts = (hidden.float() @ w["projection"][head].T).split(dim, -1)  # G queries, then the key
+            own = norm(parts[group], w["norm_k"])
+            shares = []
+            for g in range(group):
+                query = norm(parts[g] + w["q_bias"][head, g], w["norm_q"])
+                itself = ((query * own).sum(-1) / dim**0.5 + w["bias"][head, g]).exp()
+                sinks = (query @ w["sinks"][head].T / dim**0.5).exp().sum(-1)
+                shares.append(itself / (itself + sinks))
+            scores.append(torch.stack(shares).mean(0))
+        return torch.stack(scores)
 
 
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
@@ -322,8 +362,16 @@ class State:
         self.rule = rule
         self.layers: list[Layer] = []
 
-    def attend(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float):
-        """query [Hq, n, d], key and value [H, n, d] of the new tokens -> [n, Hq, d]. Stores K,V."""
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """query [Hq, n, d], key and value [H, n, d], hidden [n, D] of the new tokens -> [n, Hq, d]. Stores K,V."""
         heads, new = key.shape[:2]
         stored = torch.ones(heads, new, dtype=torch.bool)
         if index == len(self.layers):
@@ -333,7 +381,7 @@ class State:
         layer.keys = torch.cat([layer.keys, key], 1)
         layer.values = torch.cat([layer.values, value], 1)
         layer.keep = torch.cat([layer.keep, stored], 1)
-        layer.gate = torch.cat([layer.gate, self.rule.gate(index, key)], 1)
+        layer.gate = torch.cat([layer.gate, self.rule.gate(index, key, hidden)], 1)
         position = torch.arange(layer.keys.shape[1])
         sees = self.rule.sees(position[-new:], position)  # [n, T]
         outputs = []
@@ -365,7 +413,12 @@ class State:
 def _attention(module, query, key, value, attention_mask, scaling, kvplug_state: State, **_):
     """The attention function registered with transformers; the state travels as a keyword of the forward."""
     assert query.shape[0] == 1, "one request at a time"
-    return kvplug_state.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+    hidden = module.kvplug_hidden[0]
+    return kvplug_state.attend(module.layer_idx, query[0], key[0], value[0], scaling, hidden)[None], None
+
+
+def _remember_hidden(module, args, kwargs):
+    module.kvplug_hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -378,6 +431,9 @@ class Reference:
         if not isinstance(model, torch.nn.Module):
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         model.set_attn_implementation(ATTENTION)
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+                module.register_forward_pre_hook(_remember_hidden, with_kwargs=True)
         self.model = model.eval()
 
     @torch.inference_mode()

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from vllm_kvplug import cli
-from vllm_kvplug.calibrate.profile import weights_hash
+from vllm_kvplug.calibrate.profile import ProfiledModel, weights_hash
 from vllm_kvplug.gates import training
 from vllm_kvplug.gates.backbone import cut_texts
 from vllm_kvplug.gates.files import load_gate
@@ -57,7 +57,7 @@ FASTKVZIP = ["--length", 300, "--steps", 8, "--batch", 100, "--chunk", 200, "--d
 def test_train_gate_wgkv(folder, texts, tmp_path, monkeypatch, capsys):
     out = tmp_path / "gates" / "write.safetensors"
     kvplug(monkeypatch, "train-gate", "wgkv", folder, "--texts", *texts, *WGKV, "--out", out)
-    gate, metadata = load_gate("wgkv", out, tiny_config())
+    gate, metadata = load_gate("wgkv", out, ProfiledModel.of(tiny_config(), "tiny"))
     assert gate.w1.shape == (LAYERS, HEADS, 16, 16)
     shape = metadata.gate
     assert (shape.hidden, shape.window, shape.tau, shape.sparsity_weight) == (16, 8, 0.1, 0.5)
@@ -78,7 +78,7 @@ def test_train_gate_wgkv(folder, texts, tmp_path, monkeypatch, capsys):
 def test_train_gate_fastkvzip(folder, texts, tmp_path, monkeypatch, capsys):
     out = tmp_path / "sink.safetensors"
     kvplug(monkeypatch, "train-gate", "fastkvzip", folder, "--texts", *texts, *FASTKVZIP, "--int8", "--out", out)
-    gate, metadata = load_gate("fastkvzip", out, tiny_config())
+    gate, metadata = load_gate("fastkvzip", out, ProfiledModel.of(tiny_config(), "tiny"))
     assert (metadata.gate.dim, metadata.gate.sinks, metadata.tokens) == (4, 16, 900)
     assert gate.bias.abs().max() > 0  # started at 0
     assert len(metadata.results["rank_correlation_of_layers"]) == LAYERS
@@ -90,7 +90,7 @@ def test_train_gate_fastkvzip(folder, texts, tmp_path, monkeypatch, capsys):
 def test_an_interrupted_command_goes_on(folder, texts, tmp_path, monkeypatch, kind, options):
     def gate_of(out):
         kvplug(monkeypatch, "train-gate", kind, folder, "--texts", *texts, *options, "--out", out)
-        return load_gate(kind, out, tiny_config())
+        return load_gate(kind, out, ProfiledModel.of(tiny_config(), "tiny"))
 
     whole, metadata = gate_of(tmp_path / "whole.safetensors")
     monkeypatch.setattr(training.Checkpoint.__init__, "__defaults__", (2,))  # steps from one save to the next
@@ -171,7 +171,7 @@ def test_import_gate(folder, tmp_path, monkeypatch, capsys):
     torch.save(state, tmp_path / "tiny-0.08.pt")
     out = tmp_path / "gate.safetensors"
     kvplug(monkeypatch, "import-gate", "wgkv", folder, tmp_path / "tiny-0.08.pt", "--out", out)
-    gate, metadata = load_gate("wgkv", out, tiny_config())
+    gate, metadata = load_gate("wgkv", out, ProfiledModel.of(tiny_config(), "tiny"))
     assert torch.equal(gate.b1[1].flatten(), weights["conv1.bias"])
     assert metadata.gate.sparsity_weight == 0.08 and "written to" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--double-bias is for fastkvzip"):

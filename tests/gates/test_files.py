@@ -59,7 +59,7 @@ def scores(gate, kind: str) -> torch.Tensor:
 
 def test_round_trip(saved, kind):
     gate, path = saved
-    loaded, metadata = load_gate(kind, path, tiny_config())
+    loaded, metadata = load_gate(kind, path, ProfiledModel.of(tiny_config(), "tiny"))
     assert metadata == metadata_of(kind)
     for name, weight in gate.state_dict().items():
         stored = loaded.state_dict()[name]
@@ -73,7 +73,7 @@ def test_round_trip(saved, kind):
 def test_what_storage_costs(saved, kind, tmp_path, int8, most, mean):
     gate, path = saved
     save_gate(path, gate, metadata_of(kind), int8)
-    error = (scores(load_gate(kind, path, tiny_config())[0], kind) - scores(gate, kind)).abs()
+    error = (scores(load_gate(kind, path, ProfiledModel.of(tiny_config(), "tiny"))[0], kind) - scores(gate, kind)).abs()
     assert 0 < error.max() < most and error.mean() < mean
 
 
@@ -105,7 +105,7 @@ def rewritten(path, change_tensors=None, **change_metadata) -> None:
 
 def refused(kind, path, message: str) -> None:
     with pytest.raises(PolicyError, match=message) as error:
-        load_gate(kind, path, tiny_config())
+        load_gate(kind, path, ProfiledModel.of(tiny_config(), "tiny"))
     assert "the gate in --kv-policy-config" in str(error.value) and str(error.value).startswith(f"{kind}: ")
     assert "gate.safetensors" in str(error.value) and "\n" not in str(error.value)
 
@@ -149,7 +149,7 @@ def test_the_other_kind(saved, kind):
 def test_another_model(saved, kind):
     _, path = saved
     with pytest.raises(PolicyError, match=f"was trained for tiny.*`kvplug train-gate {kind} MODEL"):
-        load_gate(kind, path, tiny_config(num_hidden_layers=4))
+        load_gate(kind, path, ProfiledModel.of(tiny_config(num_hidden_layers=4), "tiny"))
 
 
 def test_sizes_that_contradict_the_fingerprint(saved, kind):

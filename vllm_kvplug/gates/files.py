@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Literal, overload
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vllm_kvplug.calibrate.profile import ProfiledModel, model_fingerprint, shipped_files
+from vllm_kvplug.calibrate.profile import ProfiledModel, shipped_files
 from vllm_kvplug.config import CONFIG_FLAG, explain
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.sink_gate import SinkGate
@@ -136,17 +136,17 @@ def read_metadata(kind: Kind, path: str | Path, fingerprint: str) -> GateMetadat
 
 
 @overload
-def load_gate(kind: Literal["wgkv"], path: str | Path, hf_config: Any) -> tuple[WriteGate, GateMetadata]: ...
+def load_gate(kind: Literal["wgkv"], path: str | Path, model: ProfiledModel) -> tuple[WriteGate, GateMetadata]: ...
 @overload
-def load_gate(kind: Literal["fastkvzip"], path: str | Path, hf_config: Any) -> tuple[SinkGate, GateMetadata]: ...
-def load_gate(kind: Kind, path: str | Path, hf_config: Any) -> tuple[Gate, GateMetadata]:
+def load_gate(kind: Literal["fastkvzip"], path: str | Path, model: ProfiledModel) -> tuple[SinkGate, GateMetadata]: ...
+def load_gate(kind: Kind, path: str | Path, model: ProfiledModel) -> tuple[Gate, GateMetadata]:
     """The gate in `path`, on the CPU in float32 and without gradients, and what the file says of it.
 
-    Raises PolicyError, naming the policy's `gate` knob, unless all of it fits the model of `hf_config`.
+    Raises PolicyError, naming the policy's `gate` knob, unless all of it fits `model`, whatever that is called.
     """
-    metadata = read_metadata(kind, path, model_fingerprint(hf_config))
+    metadata = read_metadata(kind, path, model.fingerprint)
     where = f"{path}, the gate in {CONFIG_FLAG},"
-    if metadata.model != ProfiledModel.of(hf_config, metadata.model.name):
+    if metadata.model.model_copy(update={"name": model.name}) != model:
         raise PolicyError(f"{kind}: {where} contradicts itself: its fingerprint is this model's, its sizes are not")
     with torch.device("meta"):
         gate = metadata.empty_gate().requires_grad_(False)

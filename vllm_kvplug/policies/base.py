@@ -90,10 +90,14 @@ class Retrieval:
 class Gate(Protocol):
     """Scores every token once, when its K and V are written; made for the KV heads of one rank."""
 
-    def score(self, layer: int, key: torch.Tensor) -> torch.Tensor:
-        """Higher is kept: float32 [tokens, KV heads] of a layer's new keys [tokens, KV heads, d], after RoPE.
+    def rows(self, layer: int) -> torch.Tensor | None:
+        """[gate_columns, hidden size]: `score` wants its product with the layer's attention input. None: it does not."""
 
-        Runs inside captured graphs: no host synchronisation, and shapes that follow from `key` alone.
+    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+        """Higher is kept: float32 [tokens, KV heads].
+
+        key: the layer's new keys [tokens, KV heads, d], after RoPE. projected: [tokens, gate_columns]. Runs inside
+        captured graphs: no host synchronisation, and shapes that follow from those of its arguments alone.
         """
 
 
@@ -142,9 +146,13 @@ class Policy(ABC, Generic[ConfigT]):
         """When a prompt of `prompt_len` >= 1 tokens is cut, and to what; the engine adds what is protected."""
         raise NotImplementedError
 
-    def make_gate(self, heads: range, device: torch.device) -> Gate:
-        """The scorer of a policy with `cuts`, for these global KV heads of every layer."""
+    def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
+        """The scorer of a policy with `cuts`, for these global KV heads of every layer and a model in `dtype`."""
         raise NotImplementedError
+
+    def gate_columns(self, heads: int) -> int:
+        """Columns of what a gate for so many KV heads a layer makes of hidden states; 0 if it wants none."""
+        return 0
 
     def drift_tokens(self, prompt_len: int) -> int:
         """Size of the token sets that drift checks compare; only with a `retrieval`."""

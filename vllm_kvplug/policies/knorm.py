@@ -21,7 +21,10 @@ class KnormConfig(PolicyConfig):
 class NormGate:
     """Queries attend to keys of a small norm: the score is what is missing to a norm of zero."""
 
-    def score(self, layer: int, key: torch.Tensor) -> torch.Tensor:
+    def rows(self, layer: int) -> None:
+        return None
+
+    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
         return -key.float().norm(dim=-1)
 
 
@@ -34,5 +37,5 @@ class Knorm(Policy[KnormConfig]):
     def cuts(self, prompt_len: int) -> Cuts:
         return Cuts.of_ratio(prompt_len, self.config.cut_every, self.config.window, self.config.ratio)
 
-    def make_gate(self, heads: range, device: torch.device) -> Gate:
+    def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         return NormGate()

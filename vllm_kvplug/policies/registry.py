@@ -16,6 +16,7 @@ from vllm_kvplug.shape import ModelShape
 ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
+    "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "random": "vllm_kvplug.policies.random:Random",

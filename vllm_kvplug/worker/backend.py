@@ -127,7 +127,8 @@ class HeadPageImpl(AttentionImpl):
         tokens = step.tokens
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if runtime.gate:
-            runtime.tables.set_scores(place, runtime.gate.score(index, key[:tokens]))
+            projected = None if runtime.projected is None else runtime.projected[:tokens]
+            runtime.tables.set_scores(place, runtime.gate.score(index, key[:tokens], projected))
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             tables = runtime.tables

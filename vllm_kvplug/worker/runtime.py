@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count as numbers
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.step import PrefillRow, Step
 
+_NUMBERS = numbers()
 UNBOUNDED = 1 << 30
 """Ring size of a head that only appends."""
 
@@ -57,14 +59,23 @@ class Runtime:
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
         self._due: list[tuple[LiveRequest, int]] = []
-        shares = self.policy.shares_budget
-        self.gate = self.policy.make_gate(self.geometry.head_range, self.device) if shares else None
+        self._make_gate()
         self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
         g = self.geometry
         self.decode_plan = ops.decode_plan(self.max_rows, g.layers, g.kv_heads, g.query_heads, g.head_dim, self.device)
+
+    def _make_gate(self) -> None:
+        """The gate, room for what it makes of a step's hidden states, and which layers' it gets to see."""
+        g, policy = self.geometry, self.policy
+        self.gate = policy.make_gate(g.head_range, g.dtype, self.device) if policy.shares_budget else None
+        columns = policy.gate_columns(g.kv_heads)
+        shape = (self.max_batch, columns)
+        self.projected = torch.zeros(shape, dtype=g.dtype, device=self.device) if columns else None
+        self.tapped: set[int] = set()
+        self.number = next(_NUMBERS)
 
     # ---- memory
 
