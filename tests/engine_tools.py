@@ -93,7 +93,12 @@ def knorm(ratio: float, window: int, every: int) -> Case:
 
 
 def fastkvzip(
-    ratio: float, window: int, every: int, share: float = 0.02, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64)
+    ratio: float,
+    window: int,
+    every: int,
+    share: float = 0.02,
+    shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64),
+    decode_budget: int | None = None,
 ) -> Case:
     """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
     with torch.random.fork_rng():
@@ -102,8 +107,10 @@ def fastkvzip(
         for weight in gate.parameters():
             weight += 0.3 * torch.randn(weight.shape)
     gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
-    rule = FastKVzip(ratio, window, every, weights=dict(gate.state_dict()), window_share=share)
+    weights = dict(gate.state_dict())
+    rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, decode_budget=decode_budget)
     knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
+    knobs |= {} if decode_budget is None else {"decode_budget": decode_budget}
     return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
 
 

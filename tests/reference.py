@@ -232,6 +232,10 @@ class FastKVzip(Knorm):
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     window_share: float = 0.02
+    decode_budget: int | None = None
+
+    def watch(self, layers: list[Layer]) -> Watcher:
+        return Watcher() if self.decode_budget is None else DecodeEviction(self, layers)
 
     def limits(self, tokens: int) -> tuple[int, Fraction]:
         short = int(Fraction(str(self.window_share)) * tokens)
@@ -257,6 +261,38 @@ class FastKVzip(Knorm):
                 shares.append(itself / (itself + sinks))
             scores.append(torch.stack(shares).mean(0))
         return torch.stack(scores)
+
+
+class DecodeEviction(Watcher):
+    """Every 128 tokens the lowest scores go, whosever they are, until heads store `decode_budget` on average.
+
+    The first 4 tokens, the last 128 and protected ones are not looked at.
+    """
+
+    def __init__(self, rule: FastKVzip, layers: list[Layer]):
+        self.rule, self.layers = rule, layers
+        self.kept: dict[int, Positions] = {}  # after each cut, by the request's length
+
+    def after(self, length: int) -> None:
+        if length % 128:
+            return
+        self.cut(length)
+        self.kept[length] = [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]
+
+    def cut(self, length: int) -> None:
+        heads = self.layers[0].keep.shape[0]
+        safe = {t for start, end in self.rule.protect for t in range(start, end)}
+        safe |= {*range(4), *range(length - 128, length)}
+        for rank in range(self.rule.ranks):
+            mine = [h for h in range(heads) if h * self.rule.ranks // heads == rank]
+            pairs = [(i, h) for i in range(len(self.layers)) for h in mine]
+            stored = [(t, i, h) for t in range(length) for i, h in pairs if self.layers[i].keep[h, t]]
+            excess = len(stored) - max(self.rule.decode_budget, len(safe & set(range(length)))) * len(pairs)
+            loose = [(t, i, h) for t, i, h in stored if t not in safe]
+            # Of equal scores the later token goes, then the later head.
+            worst = sorted(reversed(loose), key=lambda one: float(self.layers[one[1]].gate[one[2], one[0]]))
+            for t, i, h in worst[: max(excess, 0)]:
+                self.layers[i].keep[h, t] = False
 
 
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:

@@ -8,7 +8,7 @@ a rank, hence `blocks = ceil(pages / heads per rank)`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -140,50 +140,82 @@ class PagePlan:
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """When a prompt whose heads share one budget is cut, and to how many tokens. Made for one length of prompt.
+class DecodeCuts:
+    """Eviction while a request decodes: at multiples of `every` tokens, down to `budget` tokens per head on average.
 
-    every: it is cut whenever another multiple of so many tokens is in, and when it is complete. window: last tokens,
-    at least one, that a cut does not judge yet. share: of the tokens it does judge, what the heads of a rank keep,
-    all of them together; a judged token is never judged again. protect: disjoint ranges that no head drops.
+    sinks, recent: first and last tokens that no cut drops.
+    """
+
+    every: int
+    budget: int
+    sinks: int
+    recent: int
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """When a request whose heads share one budget is cut, and to how many tokens. Made for one length of prompt.
+
+    every: a prompt is cut whenever another multiple of so many tokens is in, and when it is complete. window: last
+    tokens, at least one, that a cut of the prompt does not judge yet. share: of the tokens it does judge, what the
+    heads of a rank keep, all of them together; while the prompt comes in no token is judged twice. decode: how it
+    goes on. protect: disjoint ranges that no head drops.
     """
 
     prefill_end: int
     every: int
     window: int
     share: Fraction
+    decode: DecodeCuts | None = None
     protect: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of_ratio(cls, prefill_end: int, every: int, window: int, ratio: float) -> Self:
+    def of_ratio(
+        cls, prefill_end: int, every: int, window: int, ratio: float, decode: DecodeCuts | None = None
+    ) -> Self:
         """Cuts that leave `ratio` of a prompt, the window counted in: where that does not pay for it, it is smaller."""
         budget = Fraction(str(ratio)) * prefill_end
         window = max(min(window, int(budget)), 1)
         share = max(budget - window, Fraction(0)) / max(prefill_end - window, 1)
-        return cls(prefill_end, every, window, min(share, Fraction(1)))
+        return cls(prefill_end, every, window, min(share, Fraction(1)), decode)
 
     def next(self, n: int) -> int | None:
         """The first cut of a request that has more than n tokens."""
-        return min((n // self.every + 1) * self.every, self.prefill_end) if n < self.prefill_end else None
+        if n < self.prefill_end:
+            return min((n // self.every + 1) * self.every, self.prefill_end)
+        return (n // self.decode.every + 1) * self.decode.every if self.decode else None
 
     def previous(self, n: int) -> int:
-        """The last cut of a request when it had fewer than n tokens, 0 if there was none."""
-        return self.prefill_end if n > self.prefill_end else (n - 1) // self.every * self.every
+        """The last cut of a prompt when it had fewer than n tokens, 0 if there was none."""
+        return (n - 1) // self.every * self.every
 
     def judged(self, cut: int) -> int:
-        """How many of the first tokens the cuts up to this one have judged."""
+        """How many of the prompt's first tokens the cuts up to this one have judged."""
         return max(cut - self.window, 0)
 
     def kept(self, cut: int, heads: int) -> int:
-        """Tokens that `heads` heads together keep of those that this cut judges."""
+        """Tokens that `heads` heads together keep of those that this cut of the prompt judges."""
         start, end = self.judged(self.previous(cut)), self.judged(cut)
-        safe = sum(max(min(b, end) - max(a, start), 0) for a, b in self.protect)
+        safe = self._protected(start, end)
         return safe * heads + int(self.share * (end - start - safe) * heads)
+
+    def stored(self, cut: int, before: int, heads: int) -> int:
+        """Tokens that `heads` heads together store after a cut, of `before` that they stored at it."""
+        if cut <= self.prefill_end:
+            judged = self.judged(cut) - self.judged(self.previous(cut))
+            return before - judged * heads + self.kept(cut, heads)
+        assert self.decode is not None
+        ends = min(self.decode.sinks + self.decode.recent, cut)
+        safe = ends + self._protected(self.decode.sinks, cut - self.decode.recent)
+        return min(before, max(self.decode.budget, safe) * heads)
+
+    def _protected(self, start: int, end: int) -> int:
+        return sum(max(min(b, end) - max(a, start), 0) for a, b in self.protect)
 
 
 @dataclass
 class _Timeline:
-    """A request's cuts so far as they were asked for: lengths, tokens stored after each, and row entries at each."""
+    """A request's cuts as far as they were asked for: lengths, tokens stored after each, and row entries at each."""
 
     cuts: list[int] = field(default_factory=lambda: [0])
     stored: list[int] = field(default_factory=lambda: [0])
@@ -200,7 +232,7 @@ class SharedPlan:
     def __init__(self, shape: ModelShape, cuts_of: Callable[[int], Cuts]):
         self.shape = shape
         self.cuts_of = lru_cache(maxsize=1024)(cuts_of)
-        self._timeline = lru_cache(maxsize=1024)(self._make_timeline)
+        self._timelines = lru_cache(maxsize=1024)(lambda prefill_end: _Timeline())
 
     @property
     def heads_per_rank(self) -> int:
@@ -210,61 +242,61 @@ class SharedPlan:
         return self.first_blocks(prefill_end, prefill_end)
 
     def first_blocks(self, prefill_end: int, n: int) -> int:
-        cuts = [cut for cut in self._timeline(prefill_end).cuts[1:] if cut < n]
-        return max(self._blocks_at(prefill_end, length) for length in [*cuts, n])
+        return max(self._blocks_at(prefill_end, length) for length in {*self.cuts(prefill_end, 0, n), n})
 
     def decode_blocks(self, prefill_end: int, n: int) -> int:
-        _, after = self._after(prefill_end, prefill_end)
-        return after if n == prefill_end else self._blocks_at(prefill_end, n)
+        """Blocks at n >= `prefill_end` tokens; at a cut, after it."""
+        cut = n == prefill_end or n in self.cuts(prefill_end, n - 1, n)
+        return self.held(prefill_end, n)[1] if cut else self._blocks_at(prefill_end, n)
 
     def row_entries(self, prefill_end: int, n: int) -> int:
-        time = self._timeline(prefill_end)
+        time = self._timeline(prefill_end, n)
         last = bisect_left(time.cuts, n) - 1  # the cut before n
-        if last <= 0:
-            return self._blocks_at(prefill_end, n)
-        _, after = self._after(prefill_end, time.cuts[last])
-        return time.entries[last] + self._blocks_at(prefill_end, n) - after
+        held = self._blocks(time.stored[last], time.cuts[last]) if last else 0
+        return time.entries[last] + self._blocks_at(prefill_end, n) - held
 
     def peak_blocks(self, max_len: int) -> int:
-        return max(self.prompt_blocks(max_len), self.decode_blocks(1, max_len))
+        return max(self.prompt_blocks(max_len), self.first_blocks(1, max_len))
 
     def kept_tokens(self, prefill_end: int) -> int:
-        stored, _ = self._after(prefill_end, prefill_end)
-        return stored * self.shape.heads // self.heads_per_rank
+        return self.stored(prefill_end, prefill_end) * self.shape.heads // self.heads_per_rank
 
     def cuts(self, prefill_end: int, after: int, upto: int) -> list[int]:
-        return [cut for cut in self._timeline(prefill_end).cuts[1:] if after < cut <= upto]
+        cuts = self._timeline(prefill_end, upto).cuts
+        return cuts[bisect_right(cuts, after) : bisect_right(cuts, upto)]
+
+    def stored(self, prefill_end: int, cut: int) -> int:
+        """Tokens of a rank once the request was cut at `cut`."""
+        time = self._timeline(prefill_end, cut)
+        return time.stored[bisect_left(time.cuts, cut)]
 
     def held(self, prefill_end: int, cut: int) -> tuple[int, int]:
-        return self._blocks_at(prefill_end, cut), self._after(prefill_end, cut)[1]
+        return self._blocks_at(prefill_end, cut), self._blocks(self.stored(prefill_end, cut), cut)
 
-    def _after(self, prefill_end: int, cut: int) -> tuple[int, int]:
-        """Tokens of a rank, and blocks, once the request was cut at `cut`."""
-        time = self._timeline(prefill_end)
-        stored = time.stored[bisect_left(time.cuts, cut)]
-        return stored, self._blocks(stored, cut)
+    def stored_at(self, prefill_end: int, n: int) -> int:
+        """Tokens of a rank at n tokens, before a cut there."""
+        time = self._timeline(prefill_end, n)
+        last = bisect_left(time.cuts, n) - 1
+        return time.stored[last] + (n - time.cuts[last]) * self.heads_per_rank
 
     def _blocks_at(self, prefill_end: int, n: int) -> int:
-        """Blocks at n tokens, before a cut there."""
-        time = self._timeline(prefill_end)
-        last = bisect_left(time.cuts, n) - 1
-        return self._blocks(time.stored[last] + (n - time.cuts[last]) * self.heads_per_rank, n)
+        return self._blocks(self.stored_at(prefill_end, n), n)
 
     def _blocks(self, stored: int, n: int) -> int:
         """For `stored` tokens in all heads of a rank, of which none has more than n."""
         heads, dense = self.heads_per_rank, ceil_div(n, PAGE)
         return dense if stored == n * heads else min(dense, ceil_div((stored + (PAGE - 1) * heads) // PAGE, heads))
 
-    def _make_timeline(self, prefill_end: int) -> _Timeline:
-        cuts, heads, time = self.cuts_of(prefill_end), self.heads_per_rank, _Timeline()
-        judged = 0
-        while (cut := cuts.next(time.cuts[-1])) is not None:
-            held = self._blocks(time.stored[-1], time.cuts[-1]) if time.cuts[-1] else 0
-            before = self._blocks(time.stored[-1] + (cut - time.cuts[-1]) * heads, cut)
-            judged += cuts.kept(cut, heads)
+    def _timeline(self, prefill_end: int, n: int) -> _Timeline:
+        """The request's cuts up to n tokens, if not further."""
+        time, cuts, heads = self._timelines(prefill_end), self.cuts_of(prefill_end), self.heads_per_rank
+        while (cut := cuts.next(time.cuts[-1])) is not None and cut <= n:
+            last, stored = time.cuts[-1], time.stored[-1]
+            before = stored + (cut - last) * heads
+            grown = self._blocks(before, cut) - (self._blocks(stored, last) if last else 0)
             time.cuts.append(cut)
-            time.stored.append(judged + (cut - cuts.judged(cut)) * heads)
-            time.entries.append(time.entries[-1] + before - held)
+            time.stored.append(cuts.stored(cut, before, heads))
+            time.entries.append(time.entries[-1] + grown)
         return time
 
 

@@ -16,9 +16,12 @@ from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, share_of
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import SinkGateShape, find_shipped_gate, load_gate, read_metadata
 from vllm_kvplug.gates.sink_gate import SinkGate
-from vllm_kvplug.plan import Cuts
+from vllm_kvplug.plan import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, Policy
 from vllm_kvplug.shape import ModelShape
+
+DECODE_EVERY, SINKS = 128, 4
+"""Of eviction while decoding, as in the authors' code: tokens between cuts, the last that stay, and the first."""
 
 
 class FastKVzipConfig(PolicyConfig):
@@ -37,6 +40,12 @@ class FastKVzipConfig(PolicyConfig):
     )
     cut_every: int = Field(
         default=16_000, ge=16, description="Prompt tokens between two cuts; fewer take less memory meanwhile."
+    )
+    decode_budget: int | None = Field(
+        default=None,
+        ge=256,
+        description="Tokens that heads keep on average while a request decodes, looked at every 128 tokens. Default: "
+        "answers are kept whole.",
     )
 
 
@@ -86,7 +95,9 @@ class FastKVzip(Policy[FastKVzipConfig]):
         config = self.config
         short = prompt_len < config.cut_every
         window = share_of(config.short_window, prompt_len) if short else config.window
-        return Cuts.of_ratio(prompt_len, config.cut_every, min(window, config.window), config.ratio)
+        window, budget = min(window, config.window), config.decode_budget
+        decode = DecodeCuts(DECODE_EVERY, budget, SINKS, recent=DECODE_EVERY) if budget else None
+        return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         assert self.path is not None

@@ -116,9 +116,18 @@ class HeadPageManager(FullAttentionManager):
             return
         for cut in state.plan.cuts(state.prefill_end, state.processed, processed_computed_tokens):
             before, after = state.plan.held(state.prefill_end, cut)
-            end = state.plan.row_entries(state.prefill_end, cut)
-            self._remove_blocks_in_range(request_id, end - (before - after), end)
+            self._vacate(request_id, state.plan.row_entries(state.prefill_end, cut), before - after)
         state.processed = processed_computed_tokens
+
+    def _vacate(self, request_id: str, end: int, count: int) -> None:
+        """Free the last `count` blocks before entry `end` of the row, and leave vLLM's null block in their places."""
+        row, freed = self.req_to_blocks[request_id], list[Any]()
+        while len(freed) < count:
+            end -= 1
+            if not row[end].is_null:
+                freed.append(row[end])
+                row[end] = self._null_block
+        self.block_pool.free_blocks(freed)
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._admitted.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Cutting a prompt as it comes in, where its heads share one budget."""
+"""Cutting a request whose heads share one budget: its prompt as it comes in, and its answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from vllm_kvplug.components.allocators import top_shared
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import SharedPlan
+from vllm_kvplug.plan import Cuts, SharedPlan
 from vllm_kvplug.worker.requests import LiveRequest
 
 if TYPE_CHECKING:
@@ -17,46 +17,75 @@ if TYPE_CHECKING:
 
 
 class Cutter:
-    """Judges what has come in since a request's last cut, and gives pages back. No host synchronisation.
-
-    All heads hold the same tokens at their ends: those that no cut has judged yet. So scores to compare are a
-    rectangle, and what earlier cuts kept need not be looked at.
-    """
+    """Judges a request's tokens by their scores, and gives pages back. No host synchronisation."""
 
     def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables):
         self.geometry, self.pool, self.tables = geometry, pool, tables
 
     def cut(self, request: LiveRequest, cut: int) -> None:
-        """Between steps, when the request has come to `cut` tokens, of which all heads store the newest."""
-        plan = request.plan
+        """Between steps, when the request has come to `cut` tokens."""
+        plan, end = request.plan, request.prefill_end
         assert isinstance(plan, SharedPlan) and request.row is not None
-        cuts = plan.cuts_of(request.prefill_end)
-        start, end = cuts.judged(cuts.previous(cut)), cuts.judged(cut)
-        device = self.tables.lengths.device
-        heads = torch.arange(self.geometry.heads, device=device)
+        stored = plan.stored(end, cut)
+        if stored == plan.stored_at(end, cut):
+            return
         lengths = self.tables.lengths[request.slot].long()
-        before = (lengths - (cut - start))[:, None]  # what earlier cuts kept
-        tail = self.tables.locate(request.slot, heads[:, None], before + torch.arange(cut - start, device=device))
+        cuts = plan.cuts_of(end)
+        if cut <= end:
+            kept = self._judge_newest(request, cuts, cut, lengths)
+        else:
+            kept = self._judge_all(request, cuts, cut, lengths, stored)
+        entries, (_, left) = plan.row_entries(end, cut), plan.held(end, cut)
+        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, entries, left, cut))
 
+    def _judge_newest(self, request: LiveRequest, cuts: Cuts, cut: int, lengths: torch.Tensor) -> torch.Tensor:
+        """A prompt's cut: what came in since the last one. Returns the heads' new lengths.
+
+        All heads hold the same tokens at their ends, those that no cut has judged yet. So scores to compare are a
+        rectangle, and what earlier cuts kept need not be looked at.
+        """
+        start, end = cuts.judged(cuts.previous(cut)), cuts.judged(cut)
+        before = lengths[:, None] - (cut - start)  # what earlier cuts kept
+        tail = self._locate(request, before + torch.arange(cut - start, device=lengths.device))
         scores = self.tables.scores.view(-1)[tail[:, : end - start]]
         for first, last in cuts.protect:
             scores[:, max(first - start, 0) : max(last - start, 0)] = torch.inf
         keep = torch.ones_like(tail, dtype=torch.bool)
         keep[:, : end - start] = top_shared(scores, cuts.kept(cut, self.geometry.heads))
-        kept = keep.sum(1)
-        self._compact(tail, keep, kept)
-        entries, left = plan.row_entries(request.prefill_end, cut), plan.held(request.prefill_end, cut)[1]
-        shrunk = before[:, 0] + kept
-        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, shrunk, entries, left, cut))
+        return before[:, 0] + self._compact(tail, keep)
 
-    def _compact(self, tail: torch.Tensor, keep: torch.Tensor, kept: torch.Tensor) -> None:
-        """Move the tokens that are kept, bool [heads, tokens], to the front of `tail`, int64 token slots, in order."""
+    def _judge_all(
+        self, request: LiveRequest, cuts: Cuts, cut: int, lengths: torch.Tensor, stored: int
+    ) -> torch.Tensor:
+        """A decoding request's cut: everything it stores, down to `stored` tokens. Returns the heads' new lengths."""
+        assert cuts.decode is not None
+        index = torch.arange(cut, device=lengths.device)
+        there = index < lengths[:, None]
+        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
+        position = self.tables.positions.view(-1)[where]
+        safe = (position < cuts.decode.sinks) | (position >= cut - cuts.decode.recent)
+        for first, last in cuts.protect:
+            safe |= (position >= first) & (position < last)
+        scores = self.tables.scores.view(-1)[where].masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+        return self._compact(where, top_shared(scores, stored))
+
+    def _locate(self, request: LiveRequest, index: torch.Tensor) -> torch.Tensor:
+        heads = torch.arange(self.geometry.heads, device=index.device)
+        return self.tables.locate(request.slot, heads[:, None], index)
+
+    def _compact(self, stored: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        """Move the tokens that are kept, bool [heads, tokens], to the front of `stored`, token slots, in their order.
+
+        Slots of -1 are none. Returns how many each head keeps, int64 [heads].
+        """
+        kept = keep.sum(1)
         order = torch.sort(keep, dim=1, descending=True, stable=True).indices
-        stays = torch.arange(tail.shape[1], device=tail.device) < kept[:, None]
-        source = torch.where(stays, tail.gather(1, order), tail)
+        stays = torch.arange(stored.shape[1], device=stored.device) < kept[:, None]
+        source = torch.where(stays, stored.gather(1, order), stored)
         for layer in range(self.geometry.layers):  # a layer's tokens at a time: they are read before they are written
             rows = slice(layer * self.geometry.kv_heads, (layer + 1) * self.geometry.kv_heads)
-            self.pool.copy_tokens(source[rows].flatten(), tail[rows].flatten())
+            self.pool.copy_tokens(source[rows].flatten().clamp_min(0), stored[rows].flatten().clamp_min(0))
         for of_tokens in (self.tables.positions, self.tables.scores):
-            flat = of_tokens.view(-1)
-            flat[tail] = flat[source]
+            flat = of_tokens.view(-1)  # its last entries are nobody's
+            flat[stored] = flat[source]
+        return kept

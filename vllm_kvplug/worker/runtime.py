@@ -231,7 +231,7 @@ class Runtime:
     def _note_cuts(self, rows: Sequence[LiveRequest], lengths: Sequence[int], block_rows: torch.Tensor) -> None:
         """Remember which requests this step brings to a length at which they are cut."""
         for i, (request, length) in enumerate(zip(rows, lengths, strict=True)):
-            if isinstance(request.plan, SharedPlan) and length <= request.prefill_end:
+            if isinstance(request.plan, SharedPlan):
                 request.row = block_rows[i : i + 1]
                 if request.plan.cuts_of(request.prefill_end).next(length - 1) == length:
                     self._due.append((request, length))
