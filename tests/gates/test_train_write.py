@@ -218,7 +218,7 @@ def test_gradients_are_the_slope_of_the_loss(model, rotary, ids):
 
 
 # ---------------------------------------------------------------- runs
-def train(model, folder, steps: int = 40, every: int = 100, **changes):
+def train(model, folder, steps: int | None = 40, every: int = 100, **changes):
     torch.manual_seed(3)
     sequences = list(torch.randint(VOCAB, (4, TOKENS)))
     settings = WriteTraining(**({"window": WINDOW, "steps": steps, "learning_rate": 1e-2} | changes))
@@ -241,6 +241,11 @@ def test_without_pressure_training_opens_the_gates(model, tmp_path):
     _, history, _ = train(model, tmp_path, sparsity_weight=0.0)
     assert sum(history["distance"][-8:]) < 0.7 * sum(history["distance"][:8])
     assert sum(history["sparsity"][-8:]) > sum(history["sparsity"][:8])
+
+
+def test_one_pass_unless_steps_are_given(model, tmp_path):
+    _, history, _ = train(model, tmp_path, steps=None)
+    assert len(history["loss"]) == 4
 
 
 class Stop(Exception):
