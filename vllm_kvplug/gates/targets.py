@@ -102,7 +102,7 @@ def reconstruction_targets(model: PreTrainedModel, frame: Frame, context: Tensor
         for first, last, repetition in frame.repetitions(context, chunk):
             place = (len(frame.before) + first, len(frame.before) + last)
             model.base_model(repetition[None].to(model.device), past_key_values=cache, use_cache=True)
-            cache.crop(len(read))
+            cache.crop(-len(repetition))
             found.append(torch.stack([scores[layer] for layer in sorted(scores)]))
     return torch.cat(found, dim=-1)
 
@@ -132,9 +132,12 @@ def attention_inputs(model: PreTrainedModel, layers: slice) -> Iterator[list[Ten
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, frame: Frame, contexts: list[Tensor], layers: slice) -> Tensor:
     """Attention inputs of those layers for all contexts [layers, total tokens, D], on the CPU in the model's dtype."""
-    parts = []
+    shape = (layers.stop - layers.start, sum(map(len, contexts)), model.config.hidden_size)
+    found, place = torch.empty(shape, dtype=model.dtype), 0  # filled in place: it is as large as memory allows
     for context in contexts:
         with attention_inputs(model, layers) as seen:
             model.base_model(torch.cat([frame.before, context])[None].to(model.device), use_cache=False)
-        parts.append(torch.stack([hidden[len(frame.before) :].cpu() for hidden in seen]))
-    return torch.cat(parts, dim=1)
+        for row, hidden in zip(found, seen, strict=True):
+            row[place : place + len(context)] = hidden[len(frame.before) :]
+        place += len(context)
+    return found

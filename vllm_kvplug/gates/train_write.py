@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,6 +32,9 @@ SMALLEST = 1e-3
 """Gates are clamped to this while training: a token is never quite out of sight, so its gate gets a gradient."""
 
 QUERY_BLOCK = 1024
+
+DIFFERENTIATE_MASKS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's attention kernels whose backward pass has a gradient for the mask."""
 
 GateOf = Callable[[int, Tensor], Tensor]
 """(layer, rotated keys [H, T, d]) -> gates [H, T] in [0, 1]."""
@@ -68,7 +72,8 @@ def gated_attention(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, wi
         bias = torch.where(age < window, 0.0, log_gates[:, None, None, :last])  # [H, 1, block, last]
         bias = bias.masked_fill(age < 0, -torch.inf).to(query.dtype).expand(-1, query.shape[1], -1, -1)
         part = query[:, :, first:last], key[:, :, :last], value[:, :, :last], bias
-        blocks.append(F.scaled_dot_product_attention(*part, scale=scale))
+        with sdpa_kernel(DIFFERENTIATE_MASKS):
+            blocks.append(F.scaled_dot_product_attention(*part, scale=scale))
     return torch.cat(blocks, dim=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -96,6 +97,8 @@ def run_steps(
         for number in bar:
             optimizer.zero_grad(set_to_none=True)
             seen = step(number)
+            if not all(map(math.isfinite, seen.values())):
+                raise PolicyError(f"train-gate: step {number} gives {seen}: lower --learning-rate")
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(number)
             optimizer.step()
