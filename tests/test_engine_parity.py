@@ -13,6 +13,7 @@ import pytest
 from engine_tools import (
     TWO_PIVOTS,
     Ask,
+    duo,
     greedy,
     heterocache,
     one_thread,  # noqa: F401
@@ -29,7 +30,7 @@ CHUNKS = (256, 2048)
 STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
 STOCK_POOL = (POOL - 1) // 2 + 1
-CASES = [streaming(4000), snapkv(1), random_keep(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
+CASES = [streaming(4000), snapkv(1), random_keep(1), duo(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool
 

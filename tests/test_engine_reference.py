@@ -18,6 +18,7 @@ from engine_tools import (
     Watch,
     check_kept,
     check_logprobs,
+    duo,
     equal_up_to_ties,
     heterocache,
     one_thread,  # noqa: F401
@@ -38,6 +39,7 @@ CASES = [
     snapkv(0.5),
     snapkv(0.3),
     random_keep(0.4),
+    duo(0.5),
     heterocache("two-pivots", TWO_PIVOTS, 0.6),
     heterocache("volatile", VOLATILE, 0.7, window=24),
 ]

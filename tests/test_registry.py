@@ -130,6 +130,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
     """Configurations of every built-in policy: its defaults where they work, and its extremes."""
     profile = str(save_profile(tmp_path / "profile.json", full_heads=2, shape=shape))
     return {
+        "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],

@@ -16,6 +16,7 @@ from vllm_kvplug.shape import ModelShape
 ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
+    "duo": "vllm_kvplug.policies.duo:Duo",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
