@@ -138,7 +138,7 @@ def test_budgets_that_hold_everything(name: str, tmp_path: Path):
     given = {
         "snapkv": {"budget_tokens": 9, "window": 3},
         "streaming": {"window": 9, "sinks": 2},
-        "duo": {"gates": "elsewhere.tsv"},
+        "duo": {"gates": "of-another-model.tsv"},
     }.get(name, {})
     knobs = parity.whole(name, given, model)
     policy = make_policy(name, knobs, ModelShape(layers=2, kv_heads=2, query_heads=4, head_dim=32))
