@@ -94,3 +94,13 @@ def test_an_engine(small_model_dir: Path, tmp_path: Path):
     assert record.knobs == {"ratio": 0.3, "window": 16}
     assert {count for layer in record.counts() for count in layer} == {int(record.tokens * 0.3)}
     assert json.dumps(record.prompt[0])[1:-1].replace("<", "\\u003c").replace(">", "\\u003e") in page.read_text()
+
+
+def test_a_saved_record_needs_no_engine(tmp_path: Path):
+    """Neither vLLM nor torch."""
+    saved = tmp_path / "record.json"
+    saved.write_text(made_up().model_dump_json())
+    code = "import sys; sys.modules['vllm'] = sys.modules['torch'] = None; from vllm_kvplug import cli; cli.main()"
+    command = [sys.executable, "-c", code, "view", str(tmp_path / "view.html"), "--from", str(saved)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "kept 50.0%" in done.stdout, done.stderr[-2000:]
