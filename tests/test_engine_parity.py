@@ -14,8 +14,10 @@ from engine_tools import (
     TWO_PIVOTS,
     Ask,
     duo,
+    fastkvzip,
     greedy,
     heterocache,
+    knorm,
     one_thread,  # noqa: F401
     random_keep,
     serve,
@@ -30,7 +32,15 @@ CHUNKS = (256, 2048)
 STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
 STOCK_POOL = (POOL - 1) // 2 + 1
-CASES = [streaming(4000), snapkv(1), random_keep(1), duo(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
+CASES = [
+    streaming(4000),
+    snapkv(1),
+    random_keep(1),
+    duo(1),
+    knorm(1, 16, 100),
+    fastkvzip(1, 16, 100),
+    heterocache("two-pivots", TWO_PIVOTS, 1),
+]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool
 
