@@ -214,6 +214,7 @@ class Duo(Rule):
         return -torch.arange(layer.keep.shape[1]).float().expand(layer.keep.shape)
 
 
+@dataclass(frozen=True)
 class Knorm(Rule):
     """All heads share a budget. Tokens are judged once, when they have left a window; short keys stay."""
 
