@@ -11,7 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from reference import FastKVzip, HeteroCache, Knorm, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+from reference import (
+    Duo,
+    FastKVzip,
+    HeteroCache,
+    Knorm,
+    Positions,
+    RandomKeep,
+    Reference,
+    Replay,
+    Rule,
+    SnapKV,
+    Streaming,
+)
 from transformers import AutoConfig
 
 from benchmarks.engine import engine, runtime, scheduler
@@ -85,6 +97,18 @@ def snapkv(ratio: float) -> Case:
 def random_keep(ratio: float, seed: int = 3) -> Case:
     knobs = {"ratio": ratio, "seed": seed}
     return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+GATES = [[0.2, 0.9], [0.9, 0.1], [0.0, 0.4]]
+
+
+def duo(retrieval: float, sinks: int = 20, recent: int = 40) -> Case:
+    """Heads by a profile whose weights are GATES in another unit."""
+    knobs = {"retrieval": retrieval, "sinks": sinks, "recent": recent}
+    mean = sum(map(sum, GATES)) / (LAYERS * KV_HEADS)
+    weights = [[gate / mean for gate in layer] for layer in GATES]
+    profile = {"roles": [["anchor"] * KV_HEADS] * LAYERS, "weights": weights}
+    return Case(f"duo-{retrieval}", "duo", knobs, Duo(GATES, **knobs), profile)
 
 
 def knorm(ratio: float, window: int, every: int) -> Case:

@@ -188,6 +188,33 @@ class HeteroCache(Rule):
 
 
 @dataclass(frozen=True)
+class Duo(Rule):
+    """The `retrieval` share of heads with the largest gates keep all; the others both ends of the prompt.
+
+    gates: [L][H]. Ties go to the earlier head.
+    """
+
+    gates: Sequence[Sequence[float]]
+    retrieval: float = 0.5
+    sinks: int = 128
+    recent: int = 256
+
+    @property
+    def newest(self) -> int:
+        return self.recent
+
+    def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
+        pairs = [(i, h) for i in range(layers) for h in range(heads)]
+        best = sorted(pairs, key=lambda p: -self.gates[p[0]][p[1]])[: int(Fraction(str(self.retrieval)) * len(pairs))]
+        ends = min(self.sinks + self.recent, tokens)
+        return [[tokens if (i, h) in best else ends for h in range(heads)] for i in range(layers)]
+
+    def scores(self, index: int, layer: Layer) -> torch.Tensor:
+        """What is not among the newest tokens goes by age."""
+        return -torch.arange(layer.keep.shape[1]).float().expand(layer.keep.shape)
+
+
+@dataclass(frozen=True)
 class Knorm(Rule):
     """All heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay."""
 

@@ -13,6 +13,7 @@ import pytest
 from engine_tools import (
     TWO_PIVOTS,
     Ask,
+    duo,
     fastkvzip,
     greedy,
     heterocache,
@@ -35,6 +36,7 @@ CASES = [
     streaming(4000),
     snapkv(1),
     random_keep(1),
+    duo(1),
     knorm(1, 16, 100),
     fastkvzip(1, 16, 100),
     heterocache("two-pivots", TWO_PIVOTS, 1),

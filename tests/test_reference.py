@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from reference import (
+    Duo,
     Full,
     HeteroCache,
     Layer,
@@ -34,6 +35,7 @@ AFTER_PROMPT = [
     SnapKV(ratio=0.4, window=8),
     SnapKV(budget_tokens=20, window=4, kernel=3),
     RandomKeep(ratio=0.3, seed=3),
+    Duo([[0.3, 0.1], [0.2, 0.8], [0.9, 0.3]], retrieval=0.5, sinks=3, recent=8),
     HeteroCache(PROFILE, rho=0.6, min_tokens=4),
 ]
 

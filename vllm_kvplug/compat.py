@@ -235,6 +235,36 @@ class HeldMemory:
         return room / tokens if tokens else math.nan
 
 
+class OneRequest:
+    """The only request of an engine in this process, and the worker's state, between steps."""
+
+    def __init__(self, llm: Any):
+        core = llm.llm_engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self.runtime: Runtime = core.model_executor.driver_worker.worker.runtime
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of it that are in the cache; None once it has ended."""
+        request = next(iter(self._scheduler.requests.values()), None)
+        return None if request is None else request.num_computed_tokens
+
+    @property
+    def used_blocks(self) -> int:
+        """Of vLLM's pool, without its null block."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+
+def versions(llm: Any) -> dict[str, str]:
+    """Of everything that an engine's numbers may depend on."""
+    from vllm_kvplug import __version__
+
+    dtype = str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
+    installed = {"vllm_kvplug": __version__, "vllm": version(), "torch": torch.__version__}
+    return {**installed, "device": platform(), "dtype": dtype}
+
+
 def version() -> str:
     """Of the installed vLLM; PolicyError if it cannot be imported."""
     try:

@@ -16,6 +16,7 @@ from vllm_kvplug.shape import ModelShape
 ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
+    "duo": "vllm_kvplug.policies.duo:Duo",
     "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
