@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from reference import Duo, HeteroCache, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
+from reference import (
+    Duo,
+    ExpectedAttention,
+    HeteroCache,
+    Positions,
+    RandomKeep,
+    Reference,
+    Replay,
+    Rule,
+    SnapKV,
+    Streaming,
+)
 
 from benchmarks.engine import engine, runtime, scheduler
 from vllm_kvplug.tiny import VOCAB, head_profile
@@ -78,6 +89,16 @@ def snapkv(ratio: float) -> Case:
 def random_keep(ratio: float, seed: int = 3) -> Case:
     knobs = {"ratio": ratio, "seed": seed}
     return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+ANGLES = [10_000 ** (-i / 16) for i in range(16)]
+"""Of the tiny model's rotary positions."""
+
+
+def expected_attention(ratio: float, window: int = 512) -> Case:
+    knobs = {"ratio": ratio, "window": window}
+    rule = ExpectedAttention(ANGLES, ratio=ratio, window=window)
+    return Case(f"expected-{ratio}-{window}", "expected_attention", knobs, rule)
 
 
 GATES = [[0.2, 0.9], [0.9, 0.1], [0.0, 0.4]]

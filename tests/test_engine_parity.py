@@ -14,6 +14,7 @@ from engine_tools import (
     TWO_PIVOTS,
     Ask,
     duo,
+    expected_attention,
     greedy,
     heterocache,
     one_thread,  # noqa: F401
@@ -30,7 +31,14 @@ CHUNKS = (256, 2048)
 STEPS = 20  # enough for every head to enter a new page
 POOL = 241  # blocks, one of them vLLM's null block
 STOCK_POOL = (POOL - 1) // 2 + 1
-CASES = [streaming(4000), snapkv(1), random_keep(1), duo(1), heterocache("two-pivots", TWO_PIVOTS, 1)]
+CASES = [
+    streaming(4000),
+    snapkv(1),
+    random_keep(1),
+    duo(1),
+    expected_attention(1),
+    heterocache("two-pivots", TWO_PIVOTS, 1),
+]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool
 

@@ -20,6 +20,7 @@ from engine_tools import (
     check_logprobs,
     duo,
     equal_up_to_ties,
+    expected_attention,
     heterocache,
     one_thread,  # noqa: F401
     random_keep,
@@ -40,6 +41,8 @@ CASES = [
     snapkv(0.3),
     random_keep(0.4),
     duo(0.5),
+    expected_attention(0.4),
+    expected_attention(0.3, window=100),
     heterocache("two-pivots", TWO_PIVOTS, 0.6),
     heterocache("volatile", VOLATILE, 0.7, window=24),
 ]

@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
     "duo": "vllm_kvplug.policies.duo:Duo",
+    "expected_attention": "vllm_kvplug.policies.expected_attention:ExpectedAttention",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
