@@ -24,8 +24,8 @@ def _append_kernel(
     num_free,
     taken,
     first_row,
-    spare,
-    num_spare,
+    left,
+    num_left,
     sinks,
     ring,
     place_stride,
@@ -34,7 +34,7 @@ def _append_kernel(
     directory_slot_stride,
     directory_head_stride,
     chunk_stride,
-    spare_stride,
+    left_stride,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     PAGE: tl.constexpr,
@@ -54,15 +54,15 @@ def _append_kernel(
     opens_page = real & growing & (length % PAGE == 0)
     entry = length // PAGE
 
-    # The next pages of the request: those left over from shrinking, then those of its blocks, in order.
+    # The next pages of the request, by rank: of the blocks that shrinking left, then of its row's.
     before = tl.load(taken + slot)
     rank = before + tl.cumsum(opens_page.to(tl.int64)) - 1
-    spares = tl.load(num_spare + slot)
-    listed = tl.load(spare + slot * spare_stride + rank, mask=opens_page & (rank < spares), other=0).to(tl.int64)
-    fresh = tl.maximum(rank - spares, 0)
-    in_row = tl.load(first_row + slot) + fresh // HEADS
-    block = tl.load(rows + row * rows_stride + in_row, mask=opens_page & (rank >= spares), other=0).to(tl.int64)
-    new_page = tl.where(rank < spares, listed, block * HEADS + fresh % HEADS)
+    number = rank // HEADS
+    count = tl.load(num_left + slot)
+    listed = tl.load(left + slot * left_stride + number, mask=opens_page & (number < count), other=0)
+    in_row = tl.load(first_row + slot) + number - count
+    fresh = tl.load(rows + row * rows_stride + in_row, mask=opens_page & (number >= count), other=0)
+    new_page = tl.where(number < count, listed, fresh).to(tl.int64) * HEADS + rank % HEADS
     tl.store(taken + slot, before + tl.sum(opens_page.to(tl.int64)))
 
     opens_chunk = opens_page & (entry % CHUNK == 0)
@@ -116,8 +116,8 @@ def append(
         tables._num_free,
         tables._taken,
         tables._first_row,
-        tables._spare,
-        tables._num_spare,
+        tables._left,
+        tables._num_left,
         sinks,
         ring,
         place.stride(0),
@@ -126,7 +126,7 @@ def append(
         tables.directory.stride(0),
         tables.directory.stride(1),
         tables.chunks.stride(0),
-        tables._spare.stride(0),
+        tables._left.stride(0),
         HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads),
         PAGE=PAGE_TOKENS,

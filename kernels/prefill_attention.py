@@ -38,6 +38,7 @@ def _prefill_attention_kernel(
     pool,
     directory,
     chunks,
+    lengths,
     blocks,
     rows,
     first_head,
@@ -55,6 +56,7 @@ def _prefill_attention_kernel(
     directory_slot_stride,
     directory_head_stride,
     chunk_stride,
+    lengths_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -70,7 +72,10 @@ def _prefill_attention_kernel(
     slot = tl.load(rows + 5 * row).to(tl.int64)
     batch_start = tl.load(rows + 5 * row + 1).to(tl.int64)  # of the chunk's first token
     tokens, start = tl.load(rows + 5 * row + 2), tl.load(rows + 5 * row + 3)
-    stored = tl.load(rows + 5 * row + 4)
+    if RING:
+        stored = tl.load(rows + 5 * row + 4)
+    else:  # heads may have been cut unlike; their lengths count the chunk already
+        stored = tl.load(lengths + slot * lengths_stride + first_head + kv_head) - tokens
     chunk_ids = directory + slot * directory_slot_stride + (first_head + kv_head) * directory_head_stride
 
     d = tl.arange(0, D)
@@ -141,6 +146,7 @@ def prefill_attention(
     pool: torch.Tensor,
     directory: torch.Tensor,
     chunks: torch.Tensor,
+    lengths: torch.Tensor,
     plan: PrefillPlan,
     first_head: int,
     scale: float,
@@ -148,8 +154,8 @@ def prefill_attention(
 ) -> None:
     """Attention of the planned rows' queries over what their heads store and, causally, over their own chunk.
 
-    out, query [tokens, query heads, D]; key, value [tokens, KV heads, D]; pool, directory and chunks as for
-    `decode_attention`. All heads of a row store the same number of tokens, those of a ring in its order.
+    out, query [tokens, query heads, D]; key, value [tokens, KV heads, D]; pool, directory, chunks and lengths as for
+    `decode_attention`, with the chunk's own tokens counted. Those of a ring lie in its order.
     ring: (sinks, window) that bound what a query sees, or None. Only the planned rows of `out` are written. Weights are
     rounded to the dtype of `value`, as in other flash attention kernels; sums are float32.
     """
@@ -165,6 +171,7 @@ def prefill_attention(
         pool,
         directory,
         chunks,
+        lengths,
         plan.blocks,
         plan.rows,
         first_head,
@@ -182,6 +189,7 @@ def prefill_attention(
         directory.stride(0),
         directory.stride(1),
         chunks.stride(0),
+        lengths.stride(0),
         GROUP=query.shape[1] // kv_heads,
         D=dim,
         QUERIES=QUERY_BLOCK,

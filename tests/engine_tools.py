@@ -14,7 +14,9 @@ import torch
 from reference import (
     Duo,
     ExpectedAttention,
+    FastKVzip,
     HeteroCache,
+    Knorm,
     Positions,
     RandomKeep,
     Reference,
@@ -23,8 +25,12 @@ from reference import (
     SnapKV,
     Streaming,
 )
+from transformers import AutoConfig
 
 from benchmarks.engine import engine, runtime, scheduler
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.tiny import VOCAB, head_profile
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
@@ -56,10 +62,13 @@ class Case:
     knobs: Mapping[str, Any]
     rule: Rule
     profile: Mapping[str, Any] | None = None
+    gate: SinkGate | None = None
 
     def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
-        """Keyword arguments of the engine. A head profile is written to `folder`."""
+        """Keyword arguments of the engine. A head profile or a gate is written to `folder`."""
         knobs = dict(self.knobs)
+        if self.gate is not None:
+            knobs["gate"] = str(write_gate(model_dir, folder / f"{self.name}.safetensors", self.gate))
         if self.profile is not None:
             path = folder / f"{self.name}.json"
             head_profile(model_dir, path, **self.profile)
@@ -111,6 +120,31 @@ def duo(retrieval: float, sinks: int = 20, recent: int = 40) -> Case:
     weights = [[gate / mean for gate in layer] for layer in GATES]
     profile = {"roles": [["anchor"] * KV_HEADS] * LAYERS, "weights": weights}
     return Case(f"duo-{retrieval}", "duo", knobs, Duo(GATES, **knobs), profile)
+
+
+def knorm(ratio: float, window: int, every: int) -> Case:
+    knobs = {"ratio": ratio, "window": window, "cut_every": every}
+    return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
+
+
+def fastkvzip(ratio: float, window: int, every: int, share: float = 0.02) -> Case:
+    """With a gate of random weights for the tiny model."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        gate = SinkGate(LAYERS, KV_HEADS, 2, 64).requires_grad_(False)
+        for weight in gate.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
+    rule = FastKVzip(ratio, window, every, dict(gate.state_dict()), share)
+    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
+    return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
+
+
+def write_gate(model_dir: Path, path: Path, gate: SinkGate) -> Path:
+    config = AutoConfig.from_pretrained(model_dir)
+    shape = SinkGateShape(hidden_size=config.hidden_size)
+    save_gate(path, gate, GateMetadata(model=ProfiledModel.of(config, "tiny"), gate=shape, source="test", date="-"))
+    return path
 
 
 def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
@@ -345,14 +379,16 @@ def equal_up_to_ties(kept: Positions, replay: Replay) -> bool:
     return exact
 
 
-def expected_later(rule: Rule, after_prompt: Positions, snapshot: Snapshot) -> Positions:
+def expected_later(rule: Rule, replay: Replay, after_prompt: Positions, snapshot: Snapshot) -> Positions:
     """What heads must store at a snapshot, given what they kept when the prompt was complete."""
     if isinstance(rule, Streaming):
         length = snapshot.length
         one = [t for t in range(length) if t < rule.sinks or t >= length - rule.window]
         return [[one for _ in layer] for layer in after_prompt]
     if snapshot.length < snapshot.prompt_end:
-        return [[list(range(snapshot.length)) for _ in layer] for layer in after_prompt]
+        cut = max(length for length in replay.kept_in_prompt if length <= snapshot.length)
+        before = replay.kept_in_prompt[cut] or [[[] for _ in layer] for layer in after_prompt]
+        return [[head + list(range(cut, snapshot.length)) for head in layer] for layer in before]
     new = list(range(snapshot.prompt_end, snapshot.length))
     return [[head + new for head in layer] for layer in after_prompt]
 
@@ -365,7 +401,7 @@ def check_kept(rule: Rule, replay: Replay, snapshots: Sequence[Snapshot]) -> Pos
     (complete,) = [s for s in snapshots if s.length == prompt_end]
     exact = equal_up_to_ties(complete.kept, replay)
     for snapshot in snapshots:
-        expected = expected_later(rule, complete.kept, snapshot)
+        expected = expected_later(rule, replay, complete.kept, snapshot)
         assert snapshot.kept == expected, f"at {snapshot.length} tokens of a prompt of {prompt_end}"
     if exact:
         assert snapshots[-1].kept == replay.kept_at_end

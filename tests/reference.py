@@ -32,7 +32,8 @@ class Layer:
     """What one layer has seen of a request. New tokens are appended by every forward pass.
 
     queries [Hq, n, d], those of the latest forward pass; keys, values [H, T, d]; both after RoPE.
-    keep [H, T] bool: the token is still stored for that head. scale: softmax scale.
+    keep [H, T] bool: the token is still stored for that head. scale: softmax scale. gate [H, T]: what the rule
+    scored each token when it came in.
     """
 
     queries: torch.Tensor
@@ -40,6 +41,7 @@ class Layer:
     values: torch.Tensor
     keep: torch.Tensor
     scale: float
+    gate: torch.Tensor
 
 
 class Rule:
@@ -59,6 +61,20 @@ class Rule:
     def scores(self, index: int, layer: Layer) -> torch.Tensor:
         """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
         raise NotImplementedError
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of tokens that come in at layer number `index`, float32 [H, n].
+
+        key [H, n, d], after RoPE; hidden [n, D], what enters the attention block.
+        """
+        return torch.zeros(key.shape[:2])
+
+    def cuts(self, tokens: int) -> list[int]:
+        """Lengths at which a prompt of `tokens` is cut as it comes in, its own included; ascending."""
+        return []
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        """Drop tokens of a prompt of `tokens` of which `length` are in; the last cut was at `before`."""
 
     def watch(self, layers: list[Layer]) -> Watcher:
         """What happens to stored tokens while the request decodes, from a complete prompt on."""
@@ -243,6 +259,75 @@ class ExpectedAttention(Rule):
         return torch.polar(torch.ones_like(angle), angle)
 
 
+@dataclass(frozen=True)
+class Knorm(Rule):
+    """All heads share a budget. Tokens are judged once, when they have left a window; short keys stay."""
+
+    ratio: float = 0.5
+    window: int = 64
+    every: int = 2048
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return -key.float().pow(2).sum(-1).sqrt()
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        """The window, and the share of what lies before it that is kept, of a prompt of `tokens`."""
+        wanted = Fraction(str(self.ratio)) * tokens
+        window = max(1, min(self.window, int(wanted)))
+        rest = tokens - window
+        return window, max(Fraction(0), (wanted - window) / rest) if rest else Fraction(0)
+
+    def cuts(self, tokens: int) -> list[int]:
+        return sorted({*range(self.every, tokens, self.every), tokens})
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        window, share = self.limits(tokens)
+        heads = layers[0].keep.shape[0]
+        judged = range(max(before - window, 0), max(length - window, 0))
+        safe = {t for start, end in self.protect for t in range(start, end)}
+        free = [(t, i, h) for t in judged if t not in safe for i in range(len(layers)) for h in range(heads)]
+        best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
+        for t, i, h in best[int(share * len(free)) :]:
+            layers[i].keep[h, t] = False
+
+
+@dataclass(frozen=True)
+class FastKVzip(Knorm):
+    """As Knorm, with a sink-attention gate on hidden states (Fast KVzip, section 3.2).
+
+    weights: of the gate, by name. projection [L, H, (G+1)*E, D]: a head's G queries, then its key; q_bias [L, H, G, E];
+    norm_q, norm_k [L, E]; sinks [L, H, S, E]; bias [L, H, G]. window_share: of prompts shorter than `every`.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    window_share: float = 0.02
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        short = int(Fraction(str(self.window_share)) * tokens)
+        window = min(self.window, short) if tokens < self.every else self.window
+        return Knorm(self.ratio, window, self.every).limits(tokens)
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        w = {name: weight[index].float() for name, weight in self.weights.items()}
+        group, dim = w["q_bias"].shape[1:]
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        scores = []
+        for head in range(len(w["projection"])):
+            parts = (hidden.float() @ w["projection"][head].T).split(dim, -1)  # G queries, then the key
+            own = norm(parts[group], w["norm_k"])
+            shares = []
+            for g in range(group):
+                query = norm(parts[g] + w["q_bias"][head, g], w["norm_q"])
+                itself = ((query * own).sum(-1) / dim**0.5 + w["bias"][head, g]).exp()
+                sinks = (query @ w["sinks"][head].T / dim**0.5).exp().sum(-1)
+                shares.append(itself / (itself + sinks))
+            scores.append(torch.stack(shares).mean(0))
+        return torch.stack(scores)
+
+
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
     """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
     share = Fraction(str(0.5 if ratio is None else ratio))
@@ -327,6 +412,7 @@ class Replay:
     kept_at_end: what was stored when the last token was produced; that token's own K,V is not.
     kept: what every decoding step's query saw, by the length of the request with that step's token.
     watcher: the rule's, after the (latest) prompt.
+    kept_in_prompt: what was stored after each cut of the (latest) prompt, by its length then.
     scores: float32 [L] x [H, T] behind kept_after_prompt, empty for rules that do not score. Two engines
         round differently: a token whose score ties with the cut up to rounding may fall on either side.
     """
@@ -335,6 +421,7 @@ class Replay:
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     kept_after_prompt: Positions = field(default_factory=list)
     kept_at_end: Positions = field(default_factory=list)
+    kept_in_prompt: dict[int, Positions] = field(default_factory=dict)
     kept: dict[int, Positions] = field(default_factory=dict)
     watcher: Watcher = field(default_factory=Watcher)
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -347,17 +434,26 @@ class State:
         self.rule = rule
         self.layers: list[Layer] = []
 
-    def attend(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float):
-        """query [Hq, n, d], key and value [H, n, d] of the new tokens -> [n, Hq, d]. Stores K,V."""
+    def attend(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """query [Hq, n, d], key and value [H, n, d], hidden [n, D] of the new tokens -> [n, Hq, d]. Stores K,V."""
         heads, new = key.shape[:2]
         stored = torch.ones(heads, new, dtype=torch.bool)
         if index == len(self.layers):
-            self.layers.append(Layer(query, key[:, :0], value[:, :0], stored[:, :0], scale))
+            self.layers.append(Layer(query, key[:, :0], value[:, :0], stored[:, :0], scale, torch.zeros(heads, 0)))
         layer = self.layers[index]
         layer.queries = query
         layer.keys = torch.cat([layer.keys, key], 1)
         layer.values = torch.cat([layer.values, value], 1)
         layer.keep = torch.cat([layer.keep, stored], 1)
+        layer.gate = torch.cat([layer.gate, self.rule.gate(index, key, hidden)], 1)
         position = torch.arange(layer.keys.shape[1])
         sees = self.rule.sees(position[-new:], position)  # [n, T]
         outputs = []
@@ -389,7 +485,12 @@ class State:
 def _attention(module, query, key, value, attention_mask, scaling, kvplug_state: State, **_):
     """The attention function registered with transformers; the state travels as a keyword of the forward."""
     assert query.shape[0] == 1, "one request at a time"
-    return kvplug_state.attend(module.layer_idx, query[0], key[0], value[0], scaling)[None], None
+    hidden = module.kvplug_hidden[0]
+    return kvplug_state.attend(module.layer_idx, query[0], key[0], value[0], scaling, hidden)[None], None
+
+
+def _remember_hidden(module, args, kwargs):
+    module.kvplug_hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -402,6 +503,9 @@ class Reference:
         if not isinstance(model, torch.nn.Module):
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         model.set_attn_implementation(ATTENTION)
+        for module in model.modules():
+            if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
+                module.register_forward_pre_hook(_remember_hidden, with_kwargs=True)
         self.model = model.eval()
 
     @torch.inference_mode()
@@ -427,7 +531,7 @@ class Reference:
         while len(sequence) < end:
             if state is None or len(sequence) == resume_at:
                 state = State(rule)
-                logits.append(self._forward(state, sequence, 0))
+                logits.append(self._prompt(state, sequence, result))
                 result.scores = state.complete_prompt()
                 result.kept_after_prompt = state.kept()
                 result.watcher = rule.watch(state.layers)
@@ -441,6 +545,17 @@ class Reference:
         result.logits = torch.stack(logits)
         result.kept_at_end = state.kept()
         return result
+
+    def _prompt(self, state: State, sequence: list[int], result: Replay) -> torch.Tensor:
+        """Runs a prompt, cut by cut if the rule cuts it as it comes in; float32 [vocab] after its last token."""
+        before, tokens = 0, len(sequence)
+        result.kept_in_prompt = {0: []}
+        for length in state.rule.cuts(tokens) or [tokens]:
+            logits = self._forward(state, sequence[before:length], before)
+            state.rule.cut(state.layers, before, length, tokens)
+            result.kept_in_prompt[length] = state.kept()
+            before = length
+        return logits
 
     def _forward(self, state: State, new: list[int], start: int) -> torch.Tensor:
         """Runs the tokens at positions start, start + 1, ...; float32 [vocab] after the last of them."""

@@ -26,7 +26,7 @@ from engine_tools import (
     tiny_engine,
     token_ids,
 )
-from reference import Full, Reference, Rule, SnapKV
+from reference import Full, Knorm, Reference, Rule, SnapKV
 from reference_drift import HeteroCacheDrift
 
 from benchmarks.drift_model import make_model, write_profile
@@ -40,6 +40,11 @@ EVERYTHING = {"logprobs": -1}
 
 @dataclass(frozen=True)
 class Protecting(SnapKV):
+    protect: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class ProtectingKnorm(Knorm):
     protect: tuple[tuple[int, int], ...] = ()
 
 
@@ -82,6 +87,31 @@ SNAPKV_CROWD = [
     Member(304, {"budget": 0.2, "protect": [7, 9]}, snapkv(ratio=0.2, protect=((7, 9),))),
     Member(305, {"off": "true"}, Full()),
     Member(306, {"budget": 0.8}, snapkv(ratio=0.8)),
+]
+KNORM_KNOBS = {"ratio": 0.3, "window": 16, "cut_every": 48}
+
+
+def knorm(**fields: Any) -> ProtectingKnorm:
+    return ProtectingKnorm(**{"ratio": 0.3, "window": 16, "every": 48, **fields})
+
+
+KNORM = [
+    Member(180, {}, knorm()),
+    Member(190, {"budget": 0.05}, knorm(ratio=0.05)),  # less than the window
+    Member(150, {"budget": 1}, knorm(ratio=1.0)),
+    Member(257, {"protect": [[100, 120], [3, 30], [25, 40]]}, knorm(protect=((3, 40), (100, 120)))),
+    Member(220, {"protect": [50, 170], "budget": 0.1}, knorm(ratio=0.1, protect=((50, 170),))),
+    Member(160, {"protect": "[0, 16, 150, 160]"}, knorm(protect=((0, 16), (150, 160)))),
+    Member(170, {"off": True}, Full()),
+]
+KNORM_CROWD = [
+    Member(300, {"off": True}, Full()),
+    Member(301, {"budget": 0.9}, knorm(ratio=0.9)),
+    Member(302, {}, knorm()),
+    Member(303, {"protect": [10, 260]}, knorm(protect=((10, 260),))),
+    Member(304, {"budget": 0.2, "protect": [7, 9]}, knorm(ratio=0.2, protect=((7, 9),))),
+    Member(305, {"off": "true"}, Full()),
+    Member(306, {"budget": 0.8}, knorm(ratio=0.8)),
 ]
 HETEROCACHE = [
     Member(300, {}, rule()),
@@ -141,11 +171,14 @@ def assert_idle(llm: Any) -> None:
         assert not any(flight.pieces for flight, *_ in state.retriever._held_back)
 
 
-@pytest.fixture(scope="module", params=["snapkv", "heterocache"])
+@pytest.fixture(scope="module", params=["snapkv", "knorm", "heterocache"])
 def batch(request: pytest.FixtureRequest) -> Batch:
     if request.param == "snapkv":
         members, crowd, model = SNAPKV, SNAPKV_CROWD, request.getfixturevalue("tiny_model_dir")
         policy = {"kv_policy": "snapkv", "kv_policy_config": {"ratio": 0.3, "window": 16}}
+    elif request.param == "knorm":
+        members, crowd, model = KNORM, KNORM_CROWD, request.getfixturevalue("tiny_model_dir")
+        policy = {"kv_policy": "knorm", "kv_policy_config": KNORM_KNOBS}
     else:
         members, crowd, model = HETEROCACHE, HETEROCACHE_CROWD, request.getfixturevalue("drift_model")
         profile = request.getfixturevalue("profile")

@@ -15,8 +15,10 @@ from engine_tools import (
     Ask,
     duo,
     expected_attention,
+    fastkvzip,
     greedy,
     heterocache,
+    knorm,
     one_thread,  # noqa: F401
     random_keep,
     serve,
@@ -37,6 +39,8 @@ CASES = [
     random_keep(1),
     duo(1),
     expected_attention(1),
+    knorm(1, 16, 100),
+    fastkvzip(1, 16, 100),
     heterocache("two-pivots", TWO_PIVOTS, 1),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]

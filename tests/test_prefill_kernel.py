@@ -18,7 +18,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """rows: tokens before the chunk and in it, of every request. ring: (sinks, window)."""
+    """rows: tokens before the chunk and in it, of every request. ring: (sinks, window). cut: head n of a layer has
+    lost the last n * cut of its tokens before the chunk.
+    """
 
     name: str
     rows: tuple[tuple[int, int], ...]
@@ -26,6 +28,7 @@ class Case:
     group: int = 3
     dim: int = 32
     ring: tuple[int, int] | None = None
+    cut: int = 0
 
 
 CASES = [
@@ -35,6 +38,7 @@ CASES = [
     Case("across-a-table-chunk", ((1050, 20),), group=2),
     Case("wide", ((40, 30),), heads=1, group=2, dim=128),
     Case("ring", ((0, 90), (20, 50), (200, 70), (31, 3)), ring=(4, 28)),
+    Case("heads-of-unlike-length", ((0, 9), (50, 70), (33, 1), (1100, 40)), heads=3, group=2, cut=16),
     Case("ring-without-sinks", ((100, 40),), ring=(0, 16)),
 ]
 
@@ -62,6 +66,9 @@ class Batch:
                 where = self.tables.extend(slot, row, 0, before, sinks, limit)[:, self.first_head :]
                 live = where >= 0
                 self.pool.put(where[live], kv[:before][live])
+            self.tables.extend(slot, row, before, before + tokens, sinks, limit)  # the chunk itself is not written yet
+            if before:
+                self.tables.lengths[slot, self.first_head :] -= case.cut * torch.arange(case.heads, device=DEVICE)
         total = sum(tokens for _, tokens in case.rows) + 3  # other rows of the batch come first
         self.query, self.key, self.value = (
             torch.full((total, n, case.dim), NAN, dtype=dtype, device=DEVICE)
@@ -89,6 +96,7 @@ class Batch:
             self.pool.pages,
             self.tables.directory,
             self.tables.chunks,
+            self.tables.lengths,
             plan,
             self.first_head,
             self.scale,
@@ -108,9 +116,11 @@ class Batch:
                 sinks, window = self.case.ring
                 seen &= (position < sinks) | (distance < window)
             for head in range(self.query.shape[1]):
+                lost = head // self.case.group * self.case.cut if before else 0
+                there = seen & ~((position >= before - lost) & (position < before))
                 k, v = keys[:, head // self.case.group], values[:, head // self.case.group]
                 scores = self.query[at : at + tokens, head].float().cpu() @ k.T * self.scale
-                expected[at : at + tokens, head] = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+                expected[at : at + tokens, head] = scores.masked_fill(~there, -torch.inf).softmax(-1) @ v
         return expected
 
 

@@ -205,7 +205,7 @@ def hand_layer() -> Layer:
     """
     keys = torch.tensor([1.0, 2, 4, 1, 3, 5]).log().view(1, 6, 1)
     queries = torch.cat([torch.ones(1, 6, 1), torch.zeros(1, 6, 1)])
-    return Layer(queries, keys, keys, torch.ones(1, 6, dtype=torch.bool), scale=1.0)
+    return Layer(queries, keys, keys, torch.ones(1, 6, dtype=torch.bool), 1.0, torch.zeros(1, 6))
 
 
 def test_snapkv_by_hand() -> None:
@@ -250,7 +250,7 @@ def test_average_pool() -> None:
 
 def test_random_draws_differ_by_layer_head_and_seed() -> None:
     empty = torch.zeros(2, 9, 1)
-    layer = Layer(empty, empty, empty, torch.ones(2, 9, dtype=torch.bool), scale=1.0)
+    layer = Layer(empty, empty, empty, torch.ones(2, 9, dtype=torch.bool), 1.0, torch.zeros(2, 9))
     rows = [row.tolist() for seed in (0, 1) for i in (0, 1) for row in RandomKeep(0.5, seed).scores(i, layer)]
     assert len({tuple(row) for row in rows}) == 8
     expected = torch.rand(9, generator=torch.Generator().manual_seed(1_000_003 * 1_000_003 + 1_000_003 + 1))

@@ -74,6 +74,7 @@ def main() -> None:
         return serve()
     from vllm_kvplug.calibrate import command as profile
     from vllm_kvplug.commands import check, evaluate, plan, view
+    from vllm_kvplug.gates import command as gates
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -89,6 +90,12 @@ def main() -> None:
     )
     profile.add_arguments(profiling)
     profiling.set_defaults(run=profile.run)
+    training = commands.add_parser("train-gate", help="train the gate of wgkv or fastkvzip for a model")
+    gates.add_train_arguments(training)
+    training.set_defaults(run=gates.train)
+    importing = commands.add_parser("import-gate", help="convert a gate that the authors of a policy published")
+    gates.add_import_arguments(importing)
+    importing.set_defaults(run=gates.import_gate)
     planning = commands.add_parser("plan", help="foretell how many requests fit on a GPU under a policy")
     plan.add_arguments(planning)
     planning.set_defaults(run=plan.run)

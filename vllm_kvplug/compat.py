@@ -58,8 +58,13 @@ def attach_runtime(vllm_config: Any, runtime: Runtime) -> None:
     _RUNTIMES[id(vllm_config.compilation_config.static_forward_context)] = runtime
 
 
+def runtime_or_none(vllm_config: Any) -> Runtime | None:
+    """The runtime of an engine; None if it has no KV policy."""
+    return _RUNTIMES.get(id(vllm_config.compilation_config.static_forward_context))
+
+
 def runtime_of(vllm_config: Any) -> Runtime:
-    runtime = _RUNTIMES.get(id(vllm_config.compilation_config.static_forward_context))
+    runtime = runtime_or_none(vllm_config)
     if runtime is None:
         raise PolicyError("attention backend CUSTOM needs --kv-policy: it only works under a KV policy")
     return runtime

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from vllm_kvplug.placement.tables import TableSizes
+from vllm_kvplug.plan import PagePlan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.shape import PAGE, ModelShape
 
@@ -60,8 +61,8 @@ class Geometry:
         """Bytes of a vLLM block over all layers."""
         return self.heads * PAGE * 2 * self.head_dim * self.dtype.itemsize
 
-    def table_sizes(self, blocks: int) -> TableSizes:
-        return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks)
+    def table_sizes(self, blocks: int, policy: Policy[Any]) -> TableSizes:
+        return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks, policy.shares_budget)
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,8 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, max_rows: i
     max_batch: tokens of a step. max_rows: requests of a step, padding included. programs: of a decode launch that fill
     the GPU; 0 on the CPU, which needs no decode plan.
     """
-    sizes = geometry.table_sizes(0)
-    places = 8 * max_batch * geometry.heads
+    sizes = geometry.table_sizes(0, policy)
+    places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     return Charges(
         tables=sizes.fixed_bytes() + places + (decode_plan_bytes(geometry, max_rows, programs) if programs else 0),
         queries=query_window_bytes(policy.query_window, geometry) + pivot_bytes(policy, geometry),
@@ -127,7 +128,9 @@ def staging_tokens(policy: Policy[Any], geometry: Geometry) -> int:
     """Room for two fetches of the largest cluster of this rank at the longest prompt."""
     if policy.retrieval is None:
         return 0
-    kept = policy.plan().kept(geometry.max_tokens)
+    plan = policy.plan()
+    assert isinstance(plan, PagePlan)
+    kept = plan.kept(geometry.max_tokens)
     clusters = policy.retrieval.clusters
     return 2 * max(sum(kept[c.layer][h] for h in c.satellites if h in geometry.head_range) for c in clusters)
 
@@ -137,4 +140,4 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     g = geometry
     gathered = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
     scored = 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return gathered + (scored if policy.evicts_after_prefill else 0)
+    return gathered + (scored if policy.evicts else 0)

@@ -167,6 +167,7 @@ def prefill_attention(
     pool: torch.Tensor,
     directory: torch.Tensor,
     chunks: torch.Tensor,
+    lengths: torch.Tensor,
     plan: Any,
     first_head: int,
     scale: float,
@@ -177,7 +178,7 @@ def prefill_attention(
     Args:
         out, query: [tokens, Hq, D]; only the planned rows of `out` are written.
         key, value: [tokens, H, D], of the same tokens.
-        pool, directory, chunks: as in `decode_attention`. All heads of a row store the same number of tokens.
+        pool, directory, chunks, lengths: as in `decode_attention`; the chunks' own tokens are counted.
         plan: the `prefill_plan` of the rows.
         first_head: the layer's heads are first_head ... first_head + H - 1.
         ring: (sinks, window) that bound what a query sees, and in whose order heads store tokens; or None.
@@ -187,7 +188,7 @@ def prefill_attention(
     """
     from vllm_kvplug.kernels.prefill_attention import prefill_attention as run
 
-    run(out, query, key, value, pool, directory, chunks, plan, first_head, scale, ring)
+    run(out, query, key, value, pool, directory, chunks, lengths, plan, first_head, scale, ring)
 
 
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ def forecast(policy: Policy[Any] | None, engine: Engine, context: int, most: int
     """
     plan = PagePlan(engine.shape, None) if policy is None else policy.plan()
     charged, blocks = pool(policy, engine, context, available)
-    prompt, decode = plan.prefill_blocks(context), plan.decode_blocks(context, context)
+    prompt, decode = plan.prompt_blocks(context), plan.decode_blocks(context, context)
     usable = max(blocks - 1, 0)
     limits = [engine.max_requests, *_host_limit(policy, engine, context)]
     host = policy.host_slot_bytes(engine.dtype.itemsize) if policy and policy.retrieval else 0

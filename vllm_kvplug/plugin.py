@@ -325,7 +325,7 @@ def _log_plan(vllm_config: Any, policy: Policy[Any]) -> None:
         policy.name,
         policy.summary(),
         length,
-        plan.prefill_blocks(length),
+        plan.prompt_blocks(length),
         plan.decode_blocks(length, length),
     )
     if policy.retrieval is None:

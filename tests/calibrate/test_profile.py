@@ -137,7 +137,7 @@ def test_find_shipped(tmp_path, monkeypatch):
     HeadProfile.model_validate(content()).save(tmp_path / "tiny.json")
     (tmp_path / "other.json").write_text(json.dumps({"something": "else"}))
     (tmp_path / "gate.safetensors").write_bytes(b"\0")
-    monkeypatch.setattr(profile_module, "_shipped_files", lambda: iter(sorted(tmp_path.iterdir())))
+    monkeypatch.setattr(profile_module, "shipped_files", lambda: iter(sorted(tmp_path.iterdir())))
     assert find_shipped("f") == tmp_path / "tiny.json"
     assert find_shipped("unknown") is None
 

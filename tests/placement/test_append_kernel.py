@@ -31,7 +31,8 @@ class Twins:
 
     def shrink(self, slot: int, kept: list[int], before: int, after: int) -> None:
         for tables in (self.torch, self.kernel):
-            tables.shrink(slot, kept, before, after)
+            row = self.rows[slot : slot + 1]
+            tables.shrink(slot, row, torch.tensor(kept, device=DEVICE), before, after, max(kept))
 
     def append(self, slots: list[int], positions: list[int], sinks: int = 0, ring: int = UNBOUNDED) -> None:
         from vllm_kvplug.kernels.append import append

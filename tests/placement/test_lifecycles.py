@@ -7,19 +7,22 @@ stores, which blocks own it, and that nothing leaks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_kvplug.memory import Geometry
 from vllm_kvplug.placement.integrity import check_integrity, kept_positions
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
-from vllm_kvplug.plan import Kept, PagePlan, ceil_div
+from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan, ceil_div
 from vllm_kvplug.policies.base import Ring
 from vllm_kvplug.shape import PAGE, ModelShape
+from vllm_kvplug.worker.cuts import Cutter
 
 UNBOUNDED = 1 << 30
 SLOTS = 4
@@ -32,15 +35,16 @@ Stored = dict[int, tuple[int, int]]  # position -> (K, V)
 @dataclass
 class Request:
     """slot: in the tables. end: tokens after which the prompt is complete. tokens: computed so far.
-    row: block ids, 0 where given back. heads: what each head must store. vacated: entries of the row that
-    the worker has left and the scheduler has not given back yet."""
+    row: block ids, 0 where given back. heads: what each head must store. scores: by head and position. vacated:
+    entries of the row that the worker has left and the scheduler has not given back yet."""
 
     slot: int
     end: int
     heads: list[Stored]
     tokens: int = 0
     row: list[int] = field(default_factory=list)
-    vacated: range | None = None
+    scores: list[dict[int, float]] = field(default_factory=list)
+    vacated: list[int] = field(default_factory=list)
 
     @property
     def decoding(self) -> bool:
@@ -50,14 +54,17 @@ class Request:
 class World:
     """Block pool, page tables, memory and live requests of one tensor-parallel rank."""
 
-    def __init__(self, shape: ModelShape, rank: int, plan: PagePlan, ring: Ring | None, promotes: bool):
+    def __init__(self, shape: ModelShape, rank: int, plan: Plan, ring: Ring | None, promotes: bool):
         self.plan, self.ring, self.promotes = plan, ring, promotes
         self.ring_tokens, self.sinks = (ring.tokens, ring.sinks) if ring else (UNBOUNDED, 0)
         self.local = [(layer, head) for layer in range(shape.layers) for head in shape.rank_heads(rank)]
         self.heads = plan.heads_per_rank
         assert len(self.local) == self.heads
-        self.tables = PageTables(TableSizes(SLOTS, self.heads, MAX_TOKENS, BLOCKS), "cpu")
+        self.shared = isinstance(plan, SharedPlan)
+        self.tables = PageTables(TableSizes(SLOTS, self.heads, MAX_TOKENS, BLOCKS, self.shared), "cpu")
         self.pool = PagePool(torch.full((BLOCKS * self.heads, PAGE, 2), -1, dtype=torch.int64))
+        geometry = Geometry.of_rank(shape, rank, torch.float32, SLOTS, MAX_TOKENS)
+        self.cutter = Cutter(geometry, self.pool, self.tables)
         self.free_blocks = list(range(1, BLOCKS))  # 0 is the null block
         self.free_slots = list(range(SLOTS))
         self.live: list[Request] = []
@@ -66,7 +73,8 @@ class World:
     # ---- the scheduler's side
 
     def admit(self, end: int) -> None:
-        self.live.append(Request(self.free_slots.pop(), end, [{} for _ in range(self.heads)]))
+        stored, scores = ([{} for _ in range(self.heads)] for _ in range(2))
+        self.live.append(Request(self.free_slots.pop(), end, stored, scores=scores))
 
     def allocate(self, request: Request, tokens: int) -> bool:
         """Blocks for `tokens` more, appended to the row; False if there are too few."""
@@ -78,11 +86,11 @@ class World:
         return True
 
     def give_back(self, request: Request) -> None:
-        """What the worker vacated at the end of the prompt."""
-        for entry in request.vacated or ():
+        """What the worker vacated."""
+        for entry in request.vacated:
             self.free_blocks.append(request.row[entry])
             request.row[entry] = 0
-        request.vacated = None
+        request.vacated = []
 
     def end(self, request: Request) -> None:
         self.tables.free([request.slot])
@@ -143,6 +151,12 @@ class World:
         """Unique K and V at `place` [tokens, heads]; into the model whatever the policy says stays."""
         values = torch.arange(self.written, self.written + place.numel()).view_as(place)
         self.written += place.numel()
+        if self.shared:
+            scores = torch.rand(place.shape, generator=torch.Generator().manual_seed(self.written))
+            scores = (scores * 50).round()  # with ties
+            self.tables.set_scores(place, scores)
+            for head, known in enumerate(request.scores):
+                known.update(enumerate(scores[:, head].tolist(), start))
         on = place >= 0
         self.pool.pages.view(-1, 2)[place[on]] = torch.stack([values[on], -values[on]], 1)
         end = start + len(place)
@@ -154,7 +168,11 @@ class World:
                     del stored[position]
 
     def after(self, request: Request) -> None:
-        """Cut the prompt down once it is complete."""
+        """Cut the prompt down as it comes in, or once it is complete."""
+        if self.shared:
+            if request.tokens in self.plan.cuts(request.end, 0, request.tokens):
+                self.cut(request)
+            return
         if not (self.plan.shrinks and request.tokens == request.end):
             return
         end, budgets = request.end, self.plan.kept(request.end)
@@ -167,17 +185,34 @@ class World:
             self.tables.set_positions(stored[head, :count], chosen)
             request.heads[head] = {p: request.heads[head][p] for p in chosen.tolist()}
         before, after = self.plan.prefill_blocks(end), self.plan.decode_blocks(end, end)
-        source, target = self.tables.shrink(request.slot, kept, before, after)
-        assert set(source.tolist()).isdisjoint(target.tolist())
+        row = self.rows([request])
+        source, target = self.tables.shrink(request.slot, row, torch.tensor(kept), before, after, max(kept))
+        moved = source > 0
+        assert set(source[moved].tolist()).isdisjoint(target.tolist()) and not target[~moved].any()
         self.pool.copy_pages(source, target)
-        request.vacated = range(after, before)
+        request.vacated = list(range(after, before))
+
+    def cut(self, request: Request) -> None:
+        """Heads share a budget: the model sorts one list of all tokens that are judged."""
+        cuts, now = self.plan.cuts_of(request.end), request.tokens
+        before = max(c for c in [0, *range(cuts.every, now, cuts.every)])
+        judged = range(max(before - cuts.window, 0), max(now - cuts.window, 0))
+        safe = {t for start, end in cuts.protect for t in range(start, end)}
+        free = [(t, head) for t in judged if t not in safe for head in range(self.heads)]
+        best = sorted(free, key=lambda one: -request.scores[one[1]][one[0]])
+        for t, head in best[int(cuts.share * len(free)) :]:
+            del request.heads[head][t]
+        live = SimpleNamespace(slot=request.slot, prefill_end=request.end, plan=self.plan, row=self.rows([request]))
+        self.cutter.cut(live, now)
+        held, after = self.plan.held(request.end, now)
+        entries = self.plan.row_entries(request.end, now)
+        request.vacated += range(entries - (held - after), entries)
 
     # ---- checks
 
     def owned(self, request: Request) -> list[int]:
         """The request's blocks that its pages may lie in."""
-        vacated = request.vacated or ()
-        return [0 if entry in vacated else block for entry, block in enumerate(request.row)]
+        return [0 if entry in request.vacated else block for entry, block in enumerate(request.row)]
 
     def check(self) -> None:
         begun = [request for request in self.live if request.tokens]
@@ -195,11 +230,14 @@ class World:
         lengths = self.tables.lengths[request.slot].tolist()
         pages = sum(ceil_div(length, PAGE) for length in lengths)
         blocks = sum(block != 0 for block in self.owned(request))
-        planned = self.plan.decode_blocks(end, tokens) if request.decoding else self.plan.prefill_blocks(tokens)
+        held = [self.plan.held(end, cut) for cut in self.plan.cuts(end, 0, tokens)]
+        planned = self.plan.row_entries(end, tokens) - sum(before - after for before, after in held)
         assert min(lengths) >= 1
         assert blocks == planned
         assert pages <= planned * self.heads
-        if self.plan.shape.tensor_parallel == 1 and not self.promotes:
+        if self.shared:
+            assert planned <= max(ceil_div(tokens, PAGE), 1) and len(request.row) <= ceil_div(tokens, PAGE) + 2
+        elif self.plan.shape.tensor_parallel == 1 and not self.promotes:
             expected = self.plan.decode_pages(end, tokens) if request.decoding else self.plan.prefill_pages(tokens)
             assert pages == expected
 
@@ -228,6 +266,13 @@ def ragged_budgets(seed: int, shape: ModelShape) -> Callable[[int], Kept]:
     return kept
 
 
+def shared_cuts(data: st.DataObject) -> Callable[[int], Cuts]:
+    every = data.draw(st.sampled_from([16, 48, 100, 320]), "every")
+    window, ratio = data.draw(st.integers(1, 80), "window"), data.draw(st.sampled_from([0.01, 0.3, 0.77, 1]), "ratio")
+    protect = data.draw(st.sampled_from([(), ((3, 30),), ((0, 5), (90, 250))]), "protect")
+    return lambda prompt_len: replace(Cuts.of_ratio(prompt_len, every, window, ratio), protect=protect)
+
+
 PROMPTS = st.one_of(
     st.integers(1, 70), st.sampled_from([15, 16, 17, 32, 64]), st.integers(1000, 1100), st.integers(200, 500)
 )
@@ -248,6 +293,9 @@ class Lifecycles(RuleBasedStateMachine):
             ring = Ring(data.draw(st.integers(0, 20), "sinks"), data.draw(st.integers(1, 70), "window"))
         if self.kind == "shrink":
             kept = ragged_budgets(data.draw(st.integers(0, 1000), "budgets"), shape)
+        if self.kind == "shared":
+            self.world = World(shape, rank, SharedPlan(shape, shared_cuts(data)), None, promotes=False)
+            return
         # A promoting head may keep the whole context: its plan is the dense one.
         plan = PagePlan(shape, kept, ring.tokens if self.kind == "ring" and ring else None)
         self.world = World(shape, rank, plan, ring, promotes=self.kind == "promote")
@@ -287,6 +335,8 @@ class Lifecycles(RuleBasedStateMachine):
 
     def chunk(self, request: Request) -> st.SearchStrategy[int]:
         left = request.end - request.tokens
+        if self.world.shared:
+            left = self.world.plan.cuts_of(request.end).next(request.tokens) - request.tokens
         return st.one_of(st.just(left), st.just(1), st.integers(1, left))
 
     @precondition(lambda self: self.world.live)
@@ -334,6 +384,10 @@ class ShrinkLifecycles(Lifecycles):
     kind = "shrink"
 
 
+class SharedLifecycles(Lifecycles):
+    kind = "shared"
+
+
 class PromoteLifecycles(Lifecycles):
     """Promotion works token by token: what a full ring takes goes through decode rows."""
 
@@ -348,10 +402,11 @@ class PromoteLifecycles(Lifecycles):
 
 
 _SETTINGS = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-for _machine in (Lifecycles, RingLifecycles, ShrinkLifecycles, PromoteLifecycles):
+for _machine in (Lifecycles, RingLifecycles, ShrinkLifecycles, SharedLifecycles, PromoteLifecycles):
     _machine.TestCase.settings = _SETTINGS
 
 TestDense = Lifecycles.TestCase
 TestRing = RingLifecycles.TestCase
 TestShrink = ShrinkLifecycles.TestCase
+TestShared = SharedLifecycles.TestCase
 TestPromote = PromoteLifecycles.TestCase

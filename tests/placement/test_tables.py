@@ -45,7 +45,7 @@ def snapshot(tables: PageTables) -> dict[str, torch.Tensor]:
         "free": tables._free_chunks[: int(tables._num_free)].clone(),
         "taken": tables._taken[:-1].clone(),
         "first_row": tables._first_row[:-1].clone(),
-        "num_spare": tables._num_spare[:-1].clone(),
+        "num_left": tables._num_left[:-1].clone(),
     }
 
 
@@ -330,18 +330,21 @@ def test_promotion_over_a_chunk_border():
 
 
 def compact_and_shrink(
-    tables: PageTables, pool: PagePool, slot: int, chosen: list[list[int]], before: int, after: int
+    tables: PageTables, pool: PagePool, row: torch.Tensor, chosen: list[list[int]], before: int, after: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The end of a prompt: every head's `chosen` positions to its front, then pages into fewer blocks."""
+    """The end of slot 0's prompt: every head's `chosen` tokens to its front, then pages into fewer blocks."""
+    slot = 0
     for head, keep in enumerate(chosen):
         stored = tables.locate(torch.tensor(slot), torch.tensor(head), torch.arange(int(tables.lengths[slot, head])))
         source, target = stored[keep], stored[: len(keep)]
         pool.copy_tokens(source, target)
         tables.set_positions(target, torch.tensor(keep))
-    source, target = tables.shrink(slot, [len(keep) for keep in chosen], before, after)
-    assert set(source.tolist()).isdisjoint(target.tolist())
+    kept = [len(keep) for keep in chosen]
+    source, target = tables.shrink(slot, row, torch.tensor(kept), before, after, max(kept))
+    moved = source > 0
+    assert set(source[moved].tolist()).isdisjoint(target.tolist()) and not target[~moved].any()
     pool.copy_pages(source, target)
-    return source, target
+    return source[moved], target[moved]
 
 
 def read_back(tables: PageTables, pool: PagePool, slot: int, head: int) -> list[tuple[int, int, int]]:
@@ -375,9 +378,10 @@ def test_shrink(kept: list[int], prompt: int):
     write(pool, tables.extend(0, row_of(*blocks), 0, prompt, 0, UNBOUNDED), range(prompt))
     generator = torch.Generator().manual_seed(prompt)
     chosen = [sorted(torch.randperm(prompt, generator=generator)[:count].tolist()) for count in kept]
-    source, _ = compact_and_shrink(tables, pool, 0, chosen, before, after)
+    source, _ = compact_and_shrink(tables, pool, row_of(*blocks), chosen, before, after)
 
-    moved = sum(max(ceil_div(count, PAGE) - after, 0) for count in kept)
+    pages = [ceil_div(count, PAGE) for count in kept]
+    moved = sum(j * 4 + head >= sum(pages) for head, count in enumerate(pages) for j in range(count))
     assert len(source) == moved
     alive = blocks[:after] + [0] * (before - after)
     check_integrity(tables, {0: alive})
@@ -407,7 +411,7 @@ def test_shrink_releases_chunks():
     pool = make_pool(tables)
     write(pool, tables.extend(0, row_of(*blocks), 0, prompt, 0, UNBOUNDED), range(prompt))
     assert int(tables._num_free) == tables.sizes.chunks - 4
-    compact_and_shrink(tables, pool, 0, [list(range(3, prompt)), [500]], 70, ceil_div(70 + 1, 2))
+    compact_and_shrink(tables, pool, row_of(*blocks), [list(range(3, prompt)), [500]], 70, ceil_div(70 + 1, 2))
     assert int(tables._num_free) == tables.sizes.chunks - 3
     check_integrity(tables, {0: blocks[:36] + [0] * 34})
     assert read_back(tables, pool, 0, 1) == [(500, 500, 1500)]
@@ -425,7 +429,7 @@ def test_shrink_on_the_less_needy_rank():
     tables = make_tables(heads=2)
     pool = make_pool(tables)
     write(pool, tables.extend(0, row_of(*blocks), 0, prompt, 0, UNBOUNDED), range(prompt))
-    compact_and_shrink(tables, pool, 0, [[7], [9]], before, after)
+    compact_and_shrink(tables, pool, row_of(*blocks), [[7], [9]], before, after)
     row = blocks + list(range(11, 20))
     for position in range(prompt, prompt + 100):
         write(pool, append_at(tables, 0, row_of(*row), position)[None], range(position, position + 1))
@@ -437,7 +441,7 @@ def test_shrink_refuses_a_plan_that_is_too_small():
     tables = make_tables(heads=2)
     tables.extend(0, row_of(1, 2, 3), 0, 48, 0, UNBOUNDED)
     with pytest.raises(RuntimeError, match="page plan too small"):
-        tables.shrink(0, [48, 33], 3, 2)
+        tables.shrink(0, row_of(1, 2, 3), torch.tensor([48, 33]), 3, 2, 48)
 
 
 # ----------------------------------------------------------------------------------------------- freeing
@@ -446,7 +450,7 @@ def test_shrink_refuses_a_plan_that_is_too_small():
 def test_freed_slots_start_afresh():
     tables, row = make_tables(), row_of(4, 6, 7)
     first = tables.extend(0, row, 0, 40, 0, UNBOUNDED)
-    tables.shrink(0, [1, 20], 3, 2)
+    tables.shrink(0, row, torch.tensor([1, 20]), 3, 2, 20)
     tables.extend(3, row_of(9, 10), 0, 20, 0, UNBOUNDED)
     tables.free([0, 3])
     assert all_free(tables) and not tables.lengths.any()

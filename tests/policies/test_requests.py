@@ -129,7 +129,7 @@ def test_the_servers_policy_stays_as_it_is(tmp_path: Path, asked: RequestOptions
     assert served.plan().kept(100) != kept
     assert vars(policy) == before and policy.options == RequestOptions()
     assert policy.kept(100) == policy.plan().kept(100) == plan.kept(100) == kept
-    assert policy.host_slots(100) == slots and policy.evicts_after_prefill
+    assert policy.host_slots(100) == slots and policy.evicts
 
 
 def test_no_options_no_other_object():
@@ -154,7 +154,7 @@ def test_off_is_dense(tmp_path: Path):
     policy = heterocache(tmp_path, rho=0.6)
     served = policy.for_request(options(None, (0, 5), off=True))
     plan = served.plan()
-    assert not served.evicts_after_prefill and not plan.shrinks
+    assert not served.evicts and not plan.shrinks
     for tokens in (1, 16, 17, 500):
         assert plan.kept(tokens) == everything(policy, tokens)
         assert plan.decode_blocks(tokens, tokens + 1) == ceil((tokens + 1) / 16)

@@ -88,6 +88,17 @@ def test_a_ring(tiny_model_dir: Path):
     assert found.kept == ((((0, 4), (240, 300)),) * 2,) * 3
 
 
+def test_heads_that_share_a_budget(tiny_model_dir: Path):
+    """Which head keeps how many is the data's choice; that they keep it together is the plan's."""
+    policy = {"kv_policy": "knorm", "kv_policy_config": {"ratio": 0.4, "window": 32, "cut_every": 128}}
+    with tiny_engine(tiny_model_dir, **ENGINE, **policy) as llm:
+        found = run(llm, token_ids(TOKENS))
+        plan = runtime(llm).policy.plan()
+    assert sum(found.votes()) == plan.kept_tokens(TOKENS)
+    assert found.votes()[-32:] == [6] * 32
+    assert len({count for layer in found.counts() for count in layer}) > 1
+
+
 @pytest.mark.parametrize("land_after", [1, 4])
 def test_drift(tmp_path: Path, land_after: int):
     model = make_model(tmp_path)

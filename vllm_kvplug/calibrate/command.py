@@ -87,7 +87,7 @@ def profile_model(
 
     from vllm_kvplug.calibrate.profiler import budget_weights, cluster_heads, layer_roles, score_heads
 
-    folder = _local_folder(model)
+    folder = local_folder(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     network.to(device).eval()
@@ -110,7 +110,7 @@ def profile_model(
             weights_hash=weights_hash(folder),
             settings=settings,
             texts=scores.texts,
-            versions=_versions(dtype),
+            versions=versions(dtype),
         ),
     )
 
@@ -144,7 +144,7 @@ def summary(profile: HeadProfile) -> Table:
     return table
 
 
-def _local_folder(model: str) -> Path:
+def local_folder(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -156,7 +156,7 @@ def _rounded(matrix: list[list[float]]) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(round(value, 6) for value in row) for row in matrix)
 
 
-def _versions(dtype: str) -> dict[str, str]:
+def versions(dtype: str) -> dict[str, str]:
     found = {"dtype": dtype}
     for package in ("vllm_kvplug", "torch", "transformers"):
         try:

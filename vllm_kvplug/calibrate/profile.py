@@ -231,7 +231,8 @@ def weights_hash(model_dir: str | Path) -> str:
     return digest.hexdigest()
 
 
-def _shipped_files() -> Iterator[Path]:
+def shipped_files() -> Iterator[Path]:
+    """Profiles and gates that come with the project."""
     try:
         folder = resources.files("vllm_kvplug.profiles")
     except ModuleNotFoundError:  # a source checkout keeps them beside the package
@@ -242,7 +243,7 @@ def _shipped_files() -> Iterator[Path]:
 
 def find_shipped(fingerprint: str) -> Path | None:
     """The shipped profile made for this architecture, or None."""
-    for path in _shipped_files():
+    for path in shipped_files():
         if path.suffix != ".json":
             continue
         content = json.loads(path.read_text())

@@ -58,3 +58,15 @@ def top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor
     """
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
     return [order[head, :count].sort().values for head, count in enumerate(counts)]
+
+
+def top_shared(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` best of all heads' tokens together: bool mask like `scores`, float32 [heads, tokens].
+
+    Ties go to the earlier token, then to the earlier head. No host synchronisation.
+    """
+    by_token = scores.T.flatten()
+    order = torch.sort(by_token, descending=True, stable=True).indices
+    mask = torch.zeros_like(by_token, dtype=torch.bool)
+    mask[order[:count]] = True
+    return mask.view(scores.T.shape).T

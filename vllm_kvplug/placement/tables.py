@@ -2,8 +2,8 @@
 
 Two levels, because any head of a data-dependent policy may own a whole context: a directory of chunks per
 (slot, head), and chunks of 64 page ids from one pool. A page id is `block * heads + place`: the pages of a
-vLLM block belong to the request that owns the block, and any head of it may use any of them. Pages are
-taken in a fixed order from what the request's blocks hold, so no free list of pages is needed.
+vLLM block belong to the request that owns the block, and any head of it may use any of them. A request's pages
+are numbered by rank, block by block; those in use are always its first ones. So no free list of pages is needed.
 
 Everything is a device tensor and every operation is a fixed number of launches without host
 synchronisation, whatever the number of requests and heads. Writes that a mask turns off go to a spare
@@ -29,27 +29,23 @@ class TableSizes:
     """How large the tables of an engine are.
 
     slots: requests that may be live at once. heads: (layer, KV head) pairs of the rank. max_tokens: most
-    tokens of a request. blocks: vLLM blocks in the pool.
+    tokens of a request. blocks: vLLM blocks in the pool. scored: whether every stored token has a score.
     """
 
     slots: int
     heads: int
     max_tokens: int
     blocks: int
+    scored: bool = False
 
     @property
     def chunks_per_head(self) -> int:
         return ceil_div(ceil_div(self.max_tokens, PAGE), CHUNK)
 
     @property
-    def spares(self) -> int:
-        """Pages that a request may have left over after shrinking and still come to need.
-
-        Blocks follow the neediest tensor-parallel rank. Another rank has more left over, but never takes more
-        than 2 * heads of it before the blocks that come for new tokens: heads grow by n / 16 pages, rounded
-        either way, so ranks differ by at most a page a head, and the neediest had less than a block over.
-        """
-        return 2 * self.heads
+    def blocks_per_request(self) -> int:
+        """Most blocks of a request; shrinking rounds up twice."""
+        return ceil_div(self.max_tokens, PAGE) + 2
 
     @property
     def chunks(self) -> int:
@@ -59,13 +55,14 @@ class TableSizes:
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the number of blocks."""
         directory = (self.slots + 1) * self.heads * (self.chunks_per_head + 1)
-        per_slot = (self.slots + 1) * (self.heads + self.spares + 6)
+        per_slot = (self.slots + 1) * (self.heads + self.blocks_per_request + 6)
         partial_chunks = (self.slots + 1) * self.heads * (CHUNK + 1)
         return 4 * (directory + per_slot + partial_chunks)
 
     def bytes_per_block(self) -> int:
-        """Bytes per vLLM block: page ids, chunk ids, and the position of every stored token."""
-        return 4 * self.heads + 4 * self.heads // CHUNK + 4 * self.heads * PAGE
+        """Bytes per vLLM block: page ids, chunk ids, and the position (and score) of every stored token."""
+        per_token = 8 if self.scored else 4
+        return 4 * self.heads + 4 * self.heads // CHUNK + per_token * self.heads * PAGE
 
 
 class PageTables:
@@ -78,13 +75,16 @@ class PageTables:
         self.chunks = torch.zeros((chunks + 1, CHUNK), dtype=torch.int32, device=device)
         self.lengths = torch.zeros((slots, heads), dtype=torch.int32, device=device)
         self.positions = torch.full((sizes.blocks * heads + 1, PAGE), -1, dtype=torch.int32, device=device)
+        scored = self.positions.shape if sizes.scored else (0, PAGE)
+        self.scores = torch.zeros(scored, dtype=torch.float32, device=device)
         self._free_chunks = torch.arange(chunks + 1, dtype=torch.int32, device=device)
         self._num_free = torch.tensor(chunks, device=device)
-        # Pages are taken from the spare list first, then from the row's blocks, `first_row` onwards.
+        # A request's blocks are those that its last shrinking left, and its row's from `first_row` on.
         self._taken = torch.zeros(slots, dtype=torch.int64, device=device)
         self._first_row = torch.zeros(slots, dtype=torch.int64, device=device)
-        self._spare = torch.zeros((slots, sizes.spares), dtype=torch.int32, device=device)
-        self._num_spare = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._num_left = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._left = torch.zeros((slots, sizes.blocks_per_request), dtype=torch.int32, device=device)
+        self._shrunk: dict[int, tuple[int, int]] = {}  # by slot: num_left and first_row, as the host knows them
 
     # ---- reading
 
@@ -120,14 +120,13 @@ class PageTables:
         self._taken.index_add_(0, slots, need.sum(1))
 
     def _pages(self, slots: torch.Tensor, rows: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
-        """Page ids of the rank-th pages taken by each request, [R, most, heads]."""
-        heads = self.sizes.heads
-        spare = self._num_spare[slots][:, None, None]
-        listed = self._spare[slots[:, None, None], rank.clamp(0, self.sizes.spares - 1)].long()
-        fresh = (rank - spare).clamp_min(0)
-        row_index = (self._first_row[slots][:, None, None] + fresh // heads).clamp_max(rows.shape[1] - 1)
-        block = rows.long().gather(1, row_index.flatten(1)).view_as(row_index)
-        return torch.where(rank < spare, listed, block * heads + fresh % heads)
+        """Page ids of the rank-th pages of each request, [R, most, heads]."""
+        block = rank // self.sizes.heads
+        left = self._num_left[slots][:, None, None]
+        listed = self._left[slots[:, None, None], block.clamp_max(self.sizes.blocks_per_request - 1)].long()
+        in_row = (self._first_row[slots][:, None, None] + block - left).clamp(0, rows.shape[1] - 1)
+        fresh = rows.long().gather(1, in_row.flatten(1)).view_as(in_row)
+        return torch.where(block < left, listed, fresh) * self.sizes.heads + rank % self.sizes.heads
 
     def _put_entries(self, slots: torch.Tensor, entry: torch.Tensor, pages: torch.Tensor, on: torch.Tensor) -> None:
         """Write page ids at logical pages `entry` where `on`, adding chunks where a head enters a new one."""
@@ -188,23 +187,27 @@ class PageTables:
         return found
 
     def extend(self, slot: int, row: torch.Tensor, start: int, end: int, sinks: int, ring: int) -> torch.Tensor:
-        """Places for the prompt tokens at positions [start, end) of one request, equal in every head.
+        """Places for the prompt tokens at positions [start, end) of one request, behind what each head stores.
 
-        row int32 [1, blocks]. With a ring, tokens that leave the window before `end` get -1. Returns
-        token slots int64 [end - start, heads], and sets the lengths.
+        row int32 [1, blocks]. With a ring, in which all heads store the same, tokens that leave the window before
+        `end` get -1. Returns token slots int64 [end - start, heads], and lengthens the heads.
         """
-        device = self.lengths.device
-        pages = ceil_div(min(end, ring), PAGE) - ceil_div(min(start, ring), PAGE)
+        device, count = self.lengths.device, end - start
+        held = self.lengths[slot].long()
+        longer = (held + count).clamp_max(ring)
+        need = (longer + PAGE - 1) // PAGE - (held + PAGE - 1) // PAGE
         index = torch.tensor([slot]).to(device, non_blocking=True)
-        self.grow(index, row, torch.full((1, self.sizes.heads), pages, device=device), pages)
+        self.grow(index, row, need[None], min(ceil_div(count, PAGE) + 1, ceil_div(ring, PAGE)))
         position = torch.arange(start, end, device=device)
-        window = max(ring - sinks, 1)
-        place = torch.where(position < ring, position, sinks + (position - sinks) % window)
-        heads = torch.arange(self.sizes.heads, device=device)
-        found = self.locate(index, heads, place[:, None].expand(-1, self.sizes.heads))
-        lasting = (position < sinks) | (position >= end - window)
+        if end <= ring:
+            place = held + (position - start)[:, None]
+        else:
+            turned = sinks + (position - sinks) % max(ring - sinks, 1)
+            place = torch.where(position < ring, position, turned)[:, None].expand(-1, self.sizes.heads)
+        found = self.locate(index, torch.arange(self.sizes.heads, device=device), place)
+        lasting = (position < sinks) | (position >= end - max(ring - sinks, 1))
         found = torch.where(lasting[:, None], found, -1)
-        self.lengths[slot] = min(end, ring)
+        self.lengths[slot] = longer.int()
         self.set_positions(found, position[:, None].expand_as(found))
         return found
 
@@ -212,6 +215,11 @@ class PageTables:
         """Record the sequence position of the tokens at `token_slots` (-1: none)."""
         trash = self.positions.numel() - PAGE
         self.positions.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = position.int()
+
+    def set_scores(self, token_slots: torch.Tensor, scores: torch.Tensor) -> None:
+        """Record the scores, float32, of the tokens at `token_slots` (-1: none)."""
+        trash = self.scores.numel() - PAGE
+        self.scores.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = scores
 
     # ---- promoting, compacting, freeing
 
@@ -235,43 +243,64 @@ class PageTables:
         self.set_positions(target, moved)
         return source, target
 
-    def shrink(self, slot: int, kept: Sequence[int], before: int, after: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give back all but `after` of the `before` blocks of a request whose heads now hold `kept` tokens.
+    def shrink(
+        self, slot: int, row: torch.Tensor, kept: torch.Tensor, before: int, after: int, longest: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give back all but the first `after` blocks of a request whose heads now hold `kept` tokens.
 
-        The tokens a head keeps are already its first ones. Pages in blocks that stay do not move; the
-        others move into pages that heads have left. Returns (source, target) page ids int64 for the
-        caller to copy (the two never overlap). Pages left over are the next ones the request takes, `spares` at most.
+        The tokens a head keeps are already its first ones. row int32 [1, blocks], of which the request has `before`
+        entries; kept int64 [heads], on the device, whose pages fit in `after` blocks; longest: no head keeps more.
+        Pages whose rank stays below the number of pages in use do not move; the others move into what heads have
+        left. Returns (source, target) page ids int64 for the caller to copy: the two never overlap, but for pairs of
+        page 0, of vLLM's null block, that fill them up to a length known to the host.
         """
-        pages = [ceil_div(tokens, PAGE) for tokens in kept]
-        movers = [(h, j) for h, count in enumerate(pages) for j in range(after, count)]
-        holes = [(h, j) for h, count in enumerate(pages) for j in range(count, after)]
-        if len(holes) < len(movers):
-            raise RuntimeError(f"page plan too small: {len(movers)} pages to move, {len(holes)} free in {after} blocks")
-        source, target = self._entries(slot, movers), self._entries(slot, holes)
-        self.positions[target[: len(movers)]] = self.positions[source]
-        device = self.lengths.device
-        if movers:
-            head, entry = torch.tensor(movers).to(device, non_blocking=True).unbind(1)
-            chunk = self.directory[slot, head, entry // CHUNK].long()
-            self.chunks[chunk, entry % CHUNK] = target[: len(movers)].int()
-        spare = target[len(movers) :][: self.sizes.spares]
-        self._spare[slot, : len(spare)] = spare.int()
-        self._num_spare[slot] = len(spare)
-        self._taken[slot] = 0
-        self._first_row[slot] = before
-        self.lengths[slot] = torch.tensor(kept, dtype=torch.int32).to(device, non_blocking=True)
-        used = (self.lengths[slot].long() + PAGE * CHUNK - 1) // (PAGE * CHUNK)
+        heads, device = self.sizes.heads, self.lengths.device
+        num_left, first_row = self._shrunk.get(slot, (0, 0))
+        live = torch.cat([self._left[slot, :num_left], row[0, first_row:before]]).long()
+        held = (kept + PAGE - 1) // PAGE
+        total, room = held.sum(), after * heads
+        if device.type == "cpu" and total > room:
+            raise RuntimeError(f"page plan too small: {int(total)} pages in use, {room} in {after} blocks")
+
+        entry = torch.arange(ceil_div(longest, PAGE), device=device)
+        used = entry < held[:, None]
+        chunk = self.directory[slot, :, entry // CHUNK].long()
+        page = torch.where(used, self.chunks[chunk, entry % CHUNK].long(), 0)
+        place = torch.zeros(self.sizes.blocks, dtype=torch.int64, device=device)
+        place[live] = torch.arange(len(live), device=device)
+        rank = place[page // heads] * heads + page % heads
+        moves = used & (rank >= total)
+
+        # The n-th page that moves takes the n-th hole; index `room` takes what a mask turns off.
+        hole = torch.arange(room + 1, device=device) < total
+        hole[torch.where(used & ~moves, rank, room)] = False
+        holes = torch.zeros(room + 1, dtype=torch.int64, device=device)
+        holes[torch.where(hole, hole.cumsum(0) - 1, room)] = torch.arange(room + 1, device=device)
+        order = torch.where(moves, moves.flatten().cumsum(0).view_as(moves) - 1, room)
+        target = live[holes[order].clamp_max(room - 1) // heads] * heads + holes[order] % heads
+        self.chunks[torch.where(moves, chunk, self.sizes.chunks), entry % CHUNK] = target.int()
+        trash = self.positions.shape[0] - 1
+        for of_tokens in (self.positions, self.scores) if self.sizes.scored else (self.positions,):
+            of_tokens[torch.where(moves, target, trash)] = of_tokens[page]
+        pairs = torch.zeros((2, room + 1), dtype=torch.int64, device=device)
+        pairs[:, order.flatten()] = torch.stack([page.flatten(), target.flatten()])
+
+        self._left[slot, :after] = live[:after].int()
+        self._shrunk[slot] = after, before
+        self._num_left[slot], self._first_row[slot], self._taken[slot] = after, before, total
+        self.lengths[slot] = kept.int()
         columns = torch.arange(self.sizes.chunks_per_head + 1, device=device)
-        self._release(self.directory[slot], columns >= used[:, None])
-        return source, target[: len(movers)]
+        self._release(self.directory[slot], columns >= ((held + CHUNK - 1) // CHUNK)[:, None])
+        return pairs[0, : min(room, used.numel())], pairs[1, : min(room, used.numel())]
 
     def free(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their pages went back with their blocks."""
         for slot in slots:
             self._release(self.directory[slot], torch.ones_like(self.directory[slot], dtype=torch.bool))
+            self._shrunk.pop(slot, None)
         index = torch.tensor(list(slots)).to(self.lengths.device, non_blocking=True)
         self.lengths[index] = 0
-        for counter in (self._taken, self._first_row, self._num_spare):
+        for counter in (self._taken, self._first_row, self._num_left):
             counter[index] = 0
 
     def _release(self, directory: torch.Tensor, drop: torch.Tensor) -> None:
@@ -284,13 +313,6 @@ class PageTables:
         self._free_chunks[place] = directory
         self._num_free += drop.sum()
         directory.masked_fill_(drop, -1)
-
-    def _entries(self, slot: int, places: list[tuple[int, int]]) -> torch.Tensor:
-        """Page ids at logical (head, page) places, int64."""
-        if not places:
-            return torch.empty(0, dtype=torch.int64, device=self.lengths.device)
-        head, entry = torch.tensor(places).to(self.lengths.device, non_blocking=True).unbind(1)
-        return self.chunks[self.directory[slot, head, entry // CHUNK].long(), entry % CHUNK].long()
 
     def _with_trash(self, slots: torch.Tensor) -> torch.Tensor:
         return torch.where(slots < 0, self.sizes.slots, slots)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import KEYS, OptionError, RequestOptions
-from vllm_kvplug.plan import Kept, PagePlan
+from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots
@@ -89,13 +89,29 @@ class Retrieval:
     as_released: bool
 
 
+class Gate(Protocol):
+    """Scores every token once, when its K and V are written; made for the KV heads of one rank."""
+
+    def rows(self, layer: int) -> torch.Tensor | None:
+        """[gate_columns, hidden size]: `score` wants its product with the layer's attention input. None: it does not."""
+
+    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+        """Higher is kept: float32 [tokens, KV heads].
+
+        key: the layer's new keys [tokens, KV heads, d], after RoPE. projected: [tokens, gate_columns]. Runs inside
+        captured graphs: no host synchronisation, and shapes that follow from those of its arguments alone.
+        """
+
+
 class Policy(ABC, Generic[ConfigT]):
     """One named filling of the slots admission, selection, eviction and offload.
 
-    `ring` bounds what is stored and seen at all times (admission). Otherwise the prompt is stored whole
-    and, if the class overrides `kept`, cut down once when it is complete (eviction): every head keeps
-    the `kept(n)[layer][head]` tokens that `score` ranks highest. Decoded tokens are kept. With a `retrieval`,
-    satellites that were cut get other prompt tokens back from the host later (offload).
+    `ring` bounds what is stored and seen at all times (admission). Otherwise the prompt is stored whole, or cut down
+    (eviction). A class that overrides `kept` has it cut once, when it is complete: every head keeps the
+    `kept(n)[layer][head]` tokens that `score` ranks highest. A class that overrides `cuts` and `make_gate` has it cut
+    as it comes in, and its heads share one budget: the tokens that the gate scored highest stay, whichever heads they
+    are of. Decoded tokens are kept. With a `retrieval`, satellites that were cut get other prompt tokens back from
+    the host later (offload).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -128,6 +144,18 @@ class Policy(ABC, Generic[ConfigT]):
         """
         raise NotImplementedError
 
+    def cuts(self, prompt_len: int) -> Cuts:
+        """When a prompt of `prompt_len` >= 1 tokens is cut, and to what; the engine adds what is protected."""
+        raise NotImplementedError
+
+    def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
+        """The scorer of a policy with `cuts`, for these global KV heads of every layer and a model in `dtype`."""
+        raise NotImplementedError
+
+    def gate_columns(self, heads: int) -> int:
+        """Columns of what a gate for so many KV heads a layer makes of hidden states; 0 if it wants none."""
+        return 0
+
     def drift_tokens(self, prompt_len: int) -> int:
         """Size of the token sets that drift checks compare; only with a `retrieval`."""
         raise NotImplementedError
@@ -136,16 +164,27 @@ class Policy(ABC, Generic[ConfigT]):
         """Raises PolicyError if the budget in `config` cannot be met by any prompt."""
 
     @property
-    def evicts_after_prefill(self) -> bool:
-        return type(self).kept is not Policy.kept and not self.options.off
+    def shares_budget(self) -> bool:
+        """Whether heads share a budget; of the class, whatever a request's options are."""
+        return type(self).cuts is not Policy.cuts
 
-    def plan(self) -> PagePlan:
+    @property
+    def evicts(self) -> bool:
+        """Whether prompts are cut down."""
+        return (self.shares_budget or type(self).kept is not Policy.kept) and not self.options.off
+
+    def plan(self) -> Plan:
         return self._plan
 
     @cached_property
-    def _plan(self) -> PagePlan:
-        kept = self._kept_with_protected if self.evicts_after_prefill else None
+    def _plan(self) -> Plan:
+        if self.evicts and self.shares_budget:
+            return SharedPlan(self.shape, self._cuts_with_protected)
+        kept = self._kept_with_protected if self.evicts else None
         return PagePlan(self.shape, kept, self.ring.tokens if self.ring else None)
+
+    def _cuts_with_protected(self, prompt_len: int) -> Cuts:
+        return replace(self.cuts(prompt_len), protect=self.options.protect)
 
     def _kept_with_protected(self, prompt_len: int) -> Kept:
         kept, least = self.kept(prompt_len), self.options.protected(prompt_len)
@@ -183,9 +222,11 @@ class Policy(ABC, Generic[ConfigT]):
 
     def offloaded(self, prompt_len: int, heads: range) -> list[tuple[int, int]]:
         """(layer, global head) of the heads in `heads` whose prompt of `prompt_len` tokens goes to the host."""
-        if self.retrieval is None or not self.evicts_after_prefill:
+        if self.retrieval is None or not self.evicts:
             return []
-        kept = self.plan().kept(prompt_len)
+        plan = self.plan()
+        assert isinstance(plan, PagePlan)
+        kept = plan.kept(prompt_len)
         return [
             (cluster.layer, head)
             for cluster in self.retrieval.clusters

@@ -18,7 +18,9 @@ ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 BUILT_IN = {
     "duo": "vllm_kvplug.policies.duo:Duo",
     "expected_attention": "vllm_kvplug.policies.expected_attention:ExpectedAttention",
+    "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
+    "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",

@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.options import RequestOptions
-from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.plan import Plan, SharedPlan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.scheduler.spec import HeadPageSpec
 from vllm_kvplug.tiers.ledger import HostLedger
@@ -20,16 +20,22 @@ from vllm_kvplug.tiers.ledger import HostLedger
 
 @dataclass
 class Admitted:
-    """A request that holds blocks. prefill_end: tokens after which its prompt is complete, latched."""
+    """A request that holds blocks. prefill_end: tokens after which its prompt is complete, latched. processed: tokens
+    whose steps have finished, as the manager last heard.
+    """
 
     prefill_end: int
-    plan: PagePlan
-    decoding: bool = False
+    plan: Plan
+    processed: int = 0
+
+    @property
+    def decoding(self) -> bool:
+        return self.processed >= self.prefill_end
 
     @cached_property
     def kept_tokens(self) -> int:
         """Prompt tokens kept when the prompt is complete, over all heads."""
-        return sum(map(sum, self.plan.kept(self.prefill_end)))
+        return self.plan.kept_tokens(self.prefill_end)
 
 
 class HeadPageManager(FullAttentionManager):
@@ -66,14 +72,23 @@ class HeadPageManager(FullAttentionManager):
             return known
         return Admitted(self.requests[request_id].num_tokens, self._policy_of(request_id).plan())
 
+    def tokens_to_cut(self, request_id: str, start: int) -> int | None:
+        """How far the request, which has `start` tokens, may go until it has to be cut; None: as far as it likes."""
+        state = self._state(request_id)
+        cut = state.plan.cuts_of(state.prefill_end).next(start) if isinstance(state.plan, SharedPlan) else None
+        return None if cut is None else cut - start
+
     def _missing_blocks(self, request_id: str, num_tokens: int) -> int:
         state = self._state(request_id)
         entries = state.plan.row_entries(state.prefill_end, num_tokens)
         return max(entries - len(self.req_to_blocks.get(request_id, ())), 0)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        if request_id not in self._admitted and not self.host.fits(self._host_slots(request_id)):
-            return self.block_pool.num_gpu_blocks + 1  # more than there are: the request waits
+        if request_id not in self._admitted:
+            if not self.host.fits(self._host_slots(request_id)):
+                return self.block_pool.num_gpu_blocks + 1  # more than there are: the request waits
+            state = self._state(request_id)
+            return state.plan.first_blocks(state.prefill_end, num_tokens)
         return self._missing_blocks(request_id, num_tokens)
 
     def _host_slots(self, request_id: str) -> int:
@@ -91,18 +106,19 @@ class HeadPageManager(FullAttentionManager):
         return blocks
 
     def remove_skipped_blocks(self, request_id: str, processed_computed_tokens: int, *args: Any, **kwargs: Any):
-        """Give back what the worker vacated at the end of the prompt.
+        """Give back what the worker vacated.
 
-        Called before every allocation with the tokens whose steps have finished. The worker compacts in
-        the step that completes the prompt, so once that step is processed the tail is no longer read.
+        Called before every allocation with the tokens whose steps have finished. The worker cuts a request in the
+        step that brings it to a cut's length, so once that step is processed the tail of its row is no longer read.
         """
         state = self._admitted.get(request_id)
-        if state is None or state.decoding or processed_computed_tokens < state.prefill_end:
+        if state is None or processed_computed_tokens <= state.processed:
             return
-        state.decoding = True
-        end = state.prefill_end
-        if state.plan.shrinks:
-            self._remove_blocks_in_range(request_id, state.plan.decode_blocks(end, end), state.plan.prefill_blocks(end))
+        for cut in state.plan.cuts(state.prefill_end, state.processed, processed_computed_tokens):
+            before, after = state.plan.held(state.prefill_end, cut)
+            end = state.plan.row_entries(state.prefill_end, cut)
+            self._remove_blocks_in_range(request_id, end - (before - after), end)
+        state.processed = processed_computed_tokens
 
     def pop_blocks_for_free(self, request_id: str) -> list[Any]:
         self._admitted.pop(request_id, None)

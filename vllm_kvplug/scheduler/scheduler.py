@@ -38,9 +38,11 @@ class _LifecycleMixin:
         self._head_pages.options = self._options
 
         policy = self._head_pages.policy
-        wanted = policy.evicts_after_prefill and policy.config.protect_system
+        wanted = policy.evicts and policy.config.protect_system
         tokenizer = compat.tokenizer(self.vllm_config) if wanted else None
         self._system_prompt = SystemPrompt.of(tokenizer) if tokenizer is not None else None
+        # vLLM's hook to end a prompt's chunk where a Mamba state is to be cached: here, where a prompt is to be cut.
+        self.need_mamba_block_aligned_split = policy.shares_budget
         if wanted:
             logger.info("System prompts are %s.", "protected" if self._system_prompt else UNPROTECTED)
 
@@ -54,6 +56,11 @@ class _LifecycleMixin:
             found = found.protecting(system) if system and not found.off else found
             setattr(request, OPTIONS, found)
         return found
+
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *computed_elsewhere: int) -> int:
+        """So many tokens of a chunk that it does not go beyond a cut."""
+        room = self._head_pages.tokens_to_cut(request.request_id, request.num_computed_tokens)
+        return num_new_tokens if room is None else min(num_new_tokens, room)
 
     def make_stats(self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *args: Any, **kwargs: Any):
         """Sends the workers' counts and the manager's to the front end; no KV connector is ever configured."""

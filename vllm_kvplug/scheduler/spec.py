@@ -8,14 +8,14 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.plan import Plan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.shape import ModelShape
 
 
 @lru_cache(maxsize=64)
-def _plan(policy: str, shape: ModelShape) -> PagePlan:
+def _plan(policy: str, shape: ModelShape) -> Plan:
     return policy_from_json(policy, shape).plan()
 
 
@@ -34,7 +34,7 @@ class HeadPageSpec(FullAttentionSpec):
         return policy_from_json(self.policy, self.shape)
 
     @property
-    def plan(self) -> PagePlan:
+    def plan(self) -> Plan:
         return _plan(self.policy, self.shape)
 
     @property
@@ -50,8 +50,10 @@ class HeadPageSpec(FullAttentionSpec):
         return self.plan.peak_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """One more than stock: after shrinking, a row grows behind its dead entries and may round up twice."""
-        return super().max_num_blocks_per_req(vllm_config, max_len) + 1
+        """Two more than stock: after shrinking, a row grows behind its dead entries, and each of prompt and answer
+        may round up once more.
+        """
+        return super().max_num_blocks_per_req(vllm_config, max_len) + 2
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:

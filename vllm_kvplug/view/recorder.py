@@ -17,7 +17,6 @@ import torch
 
 from vllm_kvplug import compat
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import Kept
 from vllm_kvplug.shape import PAGE
 from vllm_kvplug.view.record import Cluster, Drift, Pool, Record, Span, Step, spans_of
 
@@ -32,7 +31,6 @@ class Recorder:
         self._engine = compat.OneRequest(llm)
         self._prompt_tokens = prompt_tokens
         self.kept: list[list[tuple[Span, ...]]] = []
-        self._planned: Kept = []
         self.steps: list[Step] = []
         self.checks = 0
         self.drifts: list[Drift] = []
@@ -53,7 +51,6 @@ class Recorder:
         assert runtime.tables is not None
         flat = [spans_of(positions(runtime.tables, live.slot, h)) for h in range(runtime.geometry.heads)]
         heads = runtime.geometry.kv_heads
-        self._planned = live.plan.kept(self._prompt_tokens)
         self.kept = [flat[i : i + heads] for i in range(0, len(flat), heads)]
 
     def _on_check(self, length: int, due: int, clusters: list[int]) -> None:
@@ -73,8 +70,8 @@ class Recorder:
             return ()
 
         def fetched(layer: int, heads: Sequence[int]) -> int:
-            budgets = [self._planned[layer][head] for head in heads]
-            return sum(budget for budget in budgets if budget < self._prompt_tokens)
+            kept = [sum(end - start for start, end in self.kept[layer][head]) for head in heads]
+            return sum(count for count in kept if count < self._prompt_tokens)
 
         return tuple(
             Cluster(layer=c.layer, pivot=c.pivot, satellites=c.satellites, tokens=fetched(c.layer, c.satellites))

@@ -29,7 +29,7 @@ def chunk_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    stored: tuple[torch.Tensor, torch.Tensor] | None,
+    stored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     start: int,
     ring: Ring | None,
     scale: float,
@@ -37,7 +37,8 @@ def chunk_attention(
     """Output of a prompt chunk whose first token is at position `start`.
 
     query [t, query heads, d]; key, value [t, KV heads, d]; stored: K and V of the request, each
-    [KV heads, s, d], or None for the first chunk. Returns [t, query heads, d].
+    [KV heads, s, d], and how many of these each head has, int64 [KV heads]; None for the first chunk. Returns
+    [t, query heads, d].
     """
     tokens = query.shape[0]
     keys, values = key.transpose(0, 1), value.transpose(0, 1)
@@ -49,12 +50,16 @@ def chunk_attention(
         key_pos = query_pos
         if stored is not None:
             count = stored[0].shape[1]
-            if ring is None:
-                before = torch.arange(count, device=query.device)
+            if ring is None:  # all of them are before the chunk
+                before = torch.zeros(count, dtype=torch.int64, device=query.device)
             else:
                 before = ring_positions(count, start, ring, query.device)
             key_pos = torch.cat([before, query_pos])
         mask = visible(query_pos, key_pos, ring)
+        if stored is not None and stored[2].min() < stored[0].shape[1]:
+            there = torch.arange(keys.shape[1], device=query.device)
+            missing = (there < stored[0].shape[1]) & (there >= stored[2][:, None])  # [KV heads, keys]
+            mask = mask & ~missing.repeat_interleave(query.shape[1] // key.shape[1], 0)[:, None]
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         keys[None],

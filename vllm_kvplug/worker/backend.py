@@ -126,6 +126,9 @@ class HeadPageImpl(AttentionImpl):
         self._attend_chunks(step, first, query, key, value, output)
         tokens = step.tokens
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
+        if runtime.gate:
+            projected = None if runtime.projected is None else runtime.projected[:tokens]
+            runtime.tables.set_scores(place, runtime.gate.score(index, key[:tokens], projected))
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             tables = runtime.tables
@@ -160,7 +163,7 @@ class HeadPageImpl(AttentionImpl):
         assert runtime.tables is not None and runtime.pool is not None
         if step.prefill_plan is not None:
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
-            where = (runtime.pool.pages, tables.directory, tables.chunks, step.prefill_plan)
+            where = (runtime.pool.pages, tables.directory, tables.chunks, tables.lengths, step.prefill_plan)
             ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
             return
         for row in step.prefill:
@@ -168,9 +171,14 @@ class HeadPageImpl(AttentionImpl):
             stored = self._stored(row, first) if row.stored else None
             output[chunk] = chunk_attention(query[chunk], key[chunk], value[chunk], stored, row.start, ring, self.scale)
 
-    def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer's heads before this step, each [KV heads, stored, d]."""
-        assert self.runtime.tables is not None and self.runtime.pool is not None
+    def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """K and V of a layer's heads before this step, each [KV heads, most, d], and how many tokens each head has."""
+        tables, pool = self.runtime.tables, self.runtime.pool
+        assert tables is not None and pool is not None
         heads = torch.arange(first, first + self.num_kv_heads)
-        slots = self.runtime.tables.locate(row.slot, heads[:, None], torch.arange(row.stored))
-        return self.runtime.pool.gather(slots)
+        counts = torch.full((self.num_kv_heads,), row.stored)
+        if self.runtime.policy.ring is None:  # heads may have been cut unlike; their lengths count the chunk already
+            counts = tables.lengths[row.slot, heads].long() - (row.end - row.start)
+        most = torch.arange(int(counts.max()))
+        slots = tables.locate(row.slot, heads[:, None], torch.minimum(most, counts[:, None] - 1))
+        return *pool.gather(slots), counts

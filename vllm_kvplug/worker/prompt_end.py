@@ -12,6 +12,7 @@ import torch
 from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.plan import PagePlan
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.worker.requests import LiveRequest
 
@@ -27,8 +28,9 @@ class PromptEnd:
 
     def kept(self, request: LiveRequest) -> list[list[int]]:
         """Tokens each head of this rank keeps, [layers][KV heads of the rank]."""
-        heads = self.geometry.head_range
-        return [list(layer[heads.start : heads.stop]) for layer in request.plan.kept(request.prefill_end)]
+        heads, plan = self.geometry.head_range, request.plan
+        assert isinstance(plan, PagePlan)
+        return [list(layer[heads.start : heads.stop]) for layer in plan.kept(request.prefill_end)]
 
     def compact_layer(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> None:
         """Move the tokens that each head of a layer keeps to its front, in their order.
@@ -60,9 +62,11 @@ class PromptEnd:
     def give_back(self, request: LiveRequest) -> None:
         """After the last layer: pack the kept pages into the blocks that stay."""
         length = request.prefill_end
-        before, after = request.plan.prefill_blocks(length), request.plan.decode_blocks(length, length)
-        kept = [count for layer in self.kept(request) for count in layer]
-        self.pool.copy_pages(*self.tables.shrink(request.slot, kept, before, after))
+        before, after = request.plan.held(length, length)
+        counts = [count for layer in self.kept(request) for count in layer]
+        kept = torch.tensor(counts).to(self.tables.lengths.device, non_blocking=True)
+        assert request.row is not None
+        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, before, after, max(counts)))
 
 
 class QueryWindows:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from vllm_kvplug.lifecycle import Admission
-from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.plan import PagePlan, Plan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.lane import Ticket
 
@@ -84,15 +84,24 @@ class Offloaded:
 
 @dataclass
 class LiveRequest:
-    """A request that holds blocks. policy, plan: as its options make them."""
+    """A request that holds blocks.
+
+    policy, plan: as its options make them. row: block ids in this step, int32 [1, n].
+    """
 
     slot: int
     prefill_end: int
     policy: Policy
-    plan: PagePlan
+    plan: Plan
     offloaded: Offloaded | None = None
+    row: torch.Tensor | None = None
 
     @classmethod
     def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:
         served = policy.for_request(admission.options)
         return cls(slot, admission.prefill_end, served, served.plan())
+
+    @property
+    def cut_at_end(self) -> bool:
+        """Whether every head is cut to a budget of its own when the prompt is complete."""
+        return isinstance(self.plan, PagePlan) and self.plan.shrinks

@@ -18,7 +18,7 @@ import torch
 from vllm_kvplug.components.drift import released_positions, satellite_positions
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import ceil_div
+from vllm_kvplug.plan import PagePlan, ceil_div
 from vllm_kvplug.policies.base import Retrieval
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
@@ -207,6 +207,7 @@ class Retriever:
 
     def _budgets(self, request: LiveRequest, cluster: int) -> dict[int, int]:
         """Prompt tokens of the cluster's satellites that were cut, by global head, on all ranks."""
+        assert isinstance(request.plan, PagePlan)
         kept = request.plan.kept(request.prefill_end)[self.retrieval.clusters[cluster].layer]
         satellites = self.retrieval.clusters[cluster].satellites
         return {head: kept[head] for head in satellites if kept[head] < request.prefill_end}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count as numbers
 from typing import Any
 
 import torch
@@ -15,16 +16,19 @@ from vllm_kvplug.memory import Charges, Geometry, charges, staging_tokens
 from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.step import PrefillRow, Step
 
+_NUMBERS = numbers()
 UNBOUNDED = 1 << 30
 """Ring size of a head that only appends."""
 
@@ -54,12 +58,24 @@ class Runtime:
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
+        self._due: list[tuple[LiveRequest, int]] = []
+        self._make_gate()
         self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
         g = self.geometry
         self.decode_plan = ops.decode_plan(self.max_rows, g.layers, g.kv_heads, g.query_heads, g.head_dim, self.device)
+
+    def _make_gate(self) -> None:
+        """The gate, room for what it makes of a step's hidden states, and which layers' it gets to see."""
+        g, policy = self.geometry, self.policy
+        self.gate = policy.make_gate(g.head_range, g.dtype, self.device) if policy.shares_budget else None
+        columns = policy.gate_columns(g.kv_heads)
+        shape = (self.max_batch, columns)
+        self.projected = torch.zeros(shape, dtype=g.dtype, device=self.device) if columns else None
+        self.tapped: set[int] = set()
+        self.number = next(_NUMBERS)
 
     # ---- memory
 
@@ -73,11 +89,12 @@ class Runtime:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
         g = self.geometry
         self.pool = PagePool.over(layer_cache, g.layers)
-        self.tables = PageTables(g.table_sizes(blocks), self.device)
+        self.tables = PageTables(g.table_sizes(blocks, self.policy), self.device)
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self.prompt_end = PromptEnd(g, self.pool, self.tables)
+        self.cutter = Cutter(g, self.pool, self.tables)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
@@ -110,7 +127,7 @@ class Runtime:
         one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
         if one_token is not None:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
-            where = (self.pool.pages, tables.directory, tables.chunks, one_token)
+            where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
             ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
         self._plan_decode(1)
         ops.decode_attention(
@@ -147,7 +164,7 @@ class Runtime:
                 self.retriever.begin(request)
         if self.retriever:
             self.retriever.begin_step()
-        self._decoding = []
+        self._decoding, self._due = [], []
         self.in_step = True
 
     def padding_step(self, rows: int, tokens: int) -> Step:
@@ -179,13 +196,14 @@ class Runtime:
         """
         assert self.tables is not None
         rows = [self.live[request_id] for request_id in request_ids]
+        self._note_cuts(rows, lengths, block_rows)
         counts = [query_starts[i + 1] - query_starts[i] for i in range(len(rows))]
         decode_rows = next((i for i, count in enumerate(counts) if count != 1), len(rows))
         if decode_rows == len(rows):  # a captured graph may replay it with padding rows
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
         live_decodes = min(decode_rows, len(rows))
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
-        phases = [self._begin_decode(rows[i], lengths[i]) for i in range(live_decodes)]
+        phases = [self._begin_decode(rows[i], lengths[i], block_rows[i : i + 1]) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
         self._place[:padded_tokens] = -1
         if decode_rows:
@@ -210,6 +228,14 @@ class Runtime:
             ops.prefill_plan(described, self.device),
         )
 
+    def _note_cuts(self, rows: Sequence[LiveRequest], lengths: Sequence[int], block_rows: torch.Tensor) -> None:
+        """Remember which requests this step brings to a length at which they are cut."""
+        for i, (request, length) in enumerate(zip(rows, lengths, strict=True)):
+            if isinstance(request.plan, SharedPlan) and length <= request.prefill_end:
+                request.row = block_rows[i : i + 1]
+                if request.plan.cuts_of(request.prefill_end).next(length - 1) == length:
+                    self._due.append((request, length))
+
     def _plan_decode(self, rows: int) -> None:
         """Divide the work of the decode rows, once for all layers; their slots and lengths are final."""
         if self.decode_plan is not None and rows:
@@ -231,16 +257,19 @@ class Runtime:
                     self._end_prompt(request, layer, queries)
             elif length > request.prefill_end - self.policy.query_window:
                 self.windows.keep_last(request.slot, length - 1, request.prefill_end)
-        self._decoding = []
+        for request, length in self._due:
+            self.cutter.cut(request, length)
+        self._decoding, self._due = [], []
         self.in_step = False
 
-    def _begin_decode(self, request: LiveRequest, length: int) -> int:
+    def _begin_decode(self, request: LiveRequest, length: int, row: torch.Tensor) -> int:
         """Before a row of one token runs: land what is due. Returns the place of its query in the drift window.
 
         The row may be a prompt's: a chunk of one token.
         """
-        if request.plan.shrinks and (self.retriever or length <= request.prefill_end):
+        if request.cut_at_end and (self.retriever or length <= request.prefill_end):
             self._decoding.append((request, length))
+            request.row = row
         if self.retriever is None:
             return 0
         if length > request.prefill_end:
@@ -252,9 +281,10 @@ class Runtime:
     ) -> PrefillRow:
         assert self.tables is not None
         start, tokens = end - count, slice(first, first + count)
+        request.row = row
         place = self.tables.extend(request.slot, row, start, end, self.sinks, self.ring_tokens)
         self._place[tokens] = place
-        finishing = request.plan.shrinks and end == request.prefill_end
+        finishing = request.cut_at_end and end == request.prefill_end
         stored = min(start, self.ring_tokens)
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
 
@@ -269,7 +299,7 @@ class Runtime:
     ) -> None:
         """After a layer's attention of a prompt chunk: offload it, and keep the last queries or cut the prompt."""
         request = self.live[row.request_id]
-        if not request.plan.shrinks:
+        if not request.cut_at_end:
             return
         if self.retriever:
             self.retriever.store(request, layer, row.start, key, value)

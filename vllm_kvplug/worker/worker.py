@@ -19,6 +19,7 @@ from vllm_kvplug.lifecycle import ATTRIBUTE
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.scheduler.spec import HeadPageSpec
+from vllm_kvplug.worker.hidden import install_tap
 from vllm_kvplug.worker.peers import TensorParallelPeers
 from vllm_kvplug.worker.runtime import Runtime
 
@@ -38,7 +39,16 @@ class PolicyWorkerMixin:
         self.runtime = self._make_runtime()
         self._counts: Counter[str] = Counter()
         compat.attach_runtime(self.vllm_config, self.runtime)
-        return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.runtime.projected is not None:
+            install_tap()
+        result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        missing = set(range(self.runtime.geometry.layers)) - self.runtime.tapped
+        if self.runtime.projected is not None and missing:
+            raise PolicyError(
+                f"policy '{self.runtime.policy.name}' reads hidden states where vLLM computes Q, K and V in one layer, "
+                f"which this model does not do in layer {min(missing)}: choose another --kv-policy"
+            )
+        return result
 
     def _make_runtime(self) -> Runtime:
         config = self.vllm_config

@@ -1,0 +1,100 @@
+"""Fast KVzip: a gate on hidden states says what a model would look up again; the rest goes as the prompt comes in.
+
+2601.17668, sections 3.2 and 3.3, and the authors' code, which says in which ranges tokens are judged.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, share_of
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.gates.files import SinkGateShape, find_shipped_gate, load_gate, read_metadata
+from vllm_kvplug.gates.sink_gate import SinkGate
+from vllm_kvplug.plan import Cuts
+from vllm_kvplug.policies.base import Gate, Policy
+from vllm_kvplug.shape import ModelShape
+
+
+class FastKVzipConfig(PolicyConfig):
+    request_knob = "ratio"
+
+    gate: str | None = Field(
+        default=None,
+        description="File of `kvplug train-gate fastkvzip`. Default: the shipped gate of this architecture.",
+    )
+    ratio: float = Field(
+        default=0.3, gt=0, le=1, description="Share of the prompt that heads keep on average, the window counted in."
+    )
+    window: int = Field(default=4096, ge=1, description="Last tokens that are not judged yet, and always kept.")
+    short_window: float = Field(
+        default=0.02, ge=0, le=1, description="The window of prompts shorter than cut_every, as a share of them."
+    )
+    cut_every: int = Field(
+        default=16_000, ge=16, description="Prompt tokens between two cuts; fewer take less memory meanwhile."
+    )
+
+
+class HiddenGate:
+    """The sink gate of one rank's heads. It reads the layer's hidden states, and no keys."""
+
+    def __init__(self, gate: SinkGate, heads: slice, dtype: torch.dtype):
+        self._gate, self._heads, self._dtype = gate, heads, dtype
+
+    def rows(self, layer: int) -> torch.Tensor:
+        return self._gate.rows(layer, self._heads).to(self._dtype).contiguous()
+
+    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+        assert projected is not None
+        return self._gate.score_projected(layer, projected, self._heads).T
+
+
+class FastKVzip(Policy[FastKVzipConfig]):
+    """One budget for all heads of a rank; a token's score is the gate's estimate of KVzip's reconstruction score."""
+
+    name = "fastkvzip"
+    Config = FastKVzipConfig
+
+    def __init__(self, config: FastKVzipConfig, shape: ModelShape):
+        super().__init__(config, shape)
+        self.path = Path(config.gate) if config.gate else find_shipped_gate("fastkvzip", shape.fingerprint)
+        if self.path is None:
+            raise PolicyError(
+                f"fastkvzip has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate "
+                f'fastkvzip MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
+            )
+        metadata = read_metadata("fastkvzip", self.path, shape.fingerprint)
+        self._dim = metadata.gate.dim
+
+    @cached_property
+    def _model(self) -> ProfiledModel:
+        shape = self.shape
+        return ProfiledModel(
+            name=shape.name or "model",
+            fingerprint=shape.fingerprint,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            query_heads=shape.query_heads,
+            head_dim=shape.head_dim,
+        )
+
+    def cuts(self, prompt_len: int) -> Cuts:
+        config = self.config
+        short = prompt_len < config.cut_every
+        window = share_of(config.short_window, prompt_len) if short else config.window
+        return Cuts.of_ratio(prompt_len, config.cut_every, min(window, config.window), config.ratio)
+
+    def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
+        assert self.path is not None
+        gate, _ = load_gate("fastkvzip", self.path, self._model)
+        return HiddenGate(gate.to(device), slice(heads.start, heads.stop), dtype)
+
+    def gate_columns(self, heads: int) -> int:
+        assert isinstance(self._gate_shape, SinkGateShape)
+        group = self.shape.query_heads // self.shape.kv_heads
+        return heads * (group + 1) * self._gate_shape.dim
