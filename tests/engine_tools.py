@@ -127,15 +127,17 @@ def knorm(ratio: float, window: int, every: int) -> Case:
     return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
 
 
-def fastkvzip(ratio: float, window: int, every: int, share: float = 0.02) -> Case:
-    """With a gate of random weights for the tiny model."""
+def fastkvzip(
+    ratio: float, window: int, every: int, share: float = 0.02, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64)
+) -> Case:
+    """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        gate = SinkGate(LAYERS, KV_HEADS, 2, 64).requires_grad_(False)
+        gate = SinkGate(*shape).requires_grad_(False)
         for weight in gate.parameters():
             weight += 0.3 * torch.randn(weight.shape)
     gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
-    rule = FastKVzip(ratio, window, every, dict(gate.state_dict()), share)
+    rule = FastKVzip(ratio, window, every, weights=dict(gate.state_dict()), window_share=share)
     knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
     return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
 

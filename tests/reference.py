@@ -261,11 +261,12 @@ class ExpectedAttention(Rule):
 
 @dataclass(frozen=True)
 class Knorm(Rule):
-    """All heads share a budget. Tokens are judged once, when they have left a window; short keys stay."""
+    """All heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay."""
 
     ratio: float = 0.5
     window: int = 64
     every: int = 2048
+    ranks: int = 1
 
     def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return -key.float().pow(2).sum(-1).sqrt()
@@ -287,8 +288,10 @@ class Knorm(Rule):
         safe = {t for start, end in self.protect for t in range(start, end)}
         free = [(t, i, h) for t in judged if t not in safe for i in range(len(layers)) for h in range(heads)]
         best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
-        for t, i, h in best[int(share * len(free)) :]:
-            layers[i].keep[h, t] = False
+        for rank in range(self.ranks):
+            mine = [(t, i, h) for t, i, h in best if h * self.ranks // heads == rank]
+            for t, i, h in mine[int(share * len(mine)) :]:
+                layers[i].keep[h, t] = False
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,11 @@ import torch
 from test_config import SHAPE, error_of, save_profile
 
 from vllm_kvplug import cli
+from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.policies.registry import BUILT_IN, make_policy, policy_class, policy_from_json, policy_names
 from vllm_kvplug.policies.snapkv import SnapKV
@@ -131,9 +134,12 @@ def test_a_policy_of_a_lowered_configuration():
 def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]]]:
     """Configurations of every built-in policy: its defaults where they work, and its extremes."""
     profile = str(save_profile(tmp_path / "profile.json", full_heads=2, shape=shape))
+    gate = str(save_sink_gate(tmp_path / "gate.safetensors", shape))
     return {
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
+        "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
+        "knorm": [{}, {"ratio": 0.001, "window": 1, "cut_every": 16}, {"ratio": 1}, {"window": 10_000}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],
@@ -144,6 +150,21 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
             {"profile": profile, "rho": 0.51, "min_tokens": 1, "window": 9},
         ],
     }
+
+
+def save_sink_gate(path: Path, shape: ModelShape) -> Path:
+    group = shape.query_heads // shape.kv_heads
+    model = ProfiledModel(
+        name="test",
+        fingerprint=shape.fingerprint,
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        query_heads=shape.query_heads,
+        head_dim=shape.head_dim,
+    )
+    metadata = GateMetadata(model=model, gate=SinkGateShape(hidden_size=24), source="test", date="-")
+    save_gate(path, SinkGate(shape.layers, shape.kv_heads, group, 24), metadata)
+    return path
 
 
 def test_every_built_in_policy_is_tried(tmp_path: Path):
@@ -159,10 +180,25 @@ def test_kept_is_within_the_prompt(tmp_path: Path, name: str, shape: ModelShape)
         if not policy.evicts:
             assert policy.ring is not None
             continue
+        if policy.shares_budget:
+            check_cuts(policy)
+            continue
         for n in [*range(1, 70), 127, 128, 500, 999, 1023, 1024, 1025, 1999, 2000]:
             kept = policy.kept(n)
             assert [len(layer) for layer in kept] == [shape.kv_heads] * shape.layers
             assert all(isinstance(count, int) and 1 <= count <= n for layer in kept for count in layer)
+
+
+def check_cuts(policy: Policy[Any]) -> None:
+    """What is kept of a prompt in the end is its ratio, up to a token of each cut, and what is always kept."""
+    for n in [*range(1, 70), 500, 1024, 15_999, 16_000, 50_001]:
+        cuts, heads, kept = policy.cuts(n), 6, 0
+        assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
+        lengths = [cut for cut in {cuts.next(m) for m in range(n)}]
+        for cut in lengths:
+            kept += cuts.kept(cut, heads)
+        wanted = max(policy.config.ratio * n, cuts.window) * heads
+        assert wanted - len(lengths) <= kept + (n - cuts.judged(n)) * heads <= wanted + 1e-6
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -173,12 +209,31 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
         policy = make_policy(name, knobs, TP_SHAPE)
         if not policy.evicts:
             continue
+        if policy.shares_budget:
+            check_gate(policy, tokens)
+            continue
         window = min(policy.query_window, tokens)
         generator = torch.Generator().manual_seed(tokens)
         queries, keys = torch.randn(window, 6, 16, generator=generator), torch.randn(2, tokens, 16, generator=generator)
         scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25, torch.randn_like(keys)))
         assert scores.shape == (2, tokens) and scores.dtype == torch.float32
         assert not scores.isnan().any()
+
+
+def check_gate(policy: Policy[Any], tokens: int) -> None:
+    """The gate of rank 1 gives what that of a single rank gives its heads."""
+    keys = torch.randn(tokens, 4, 16)
+    hidden = torch.randn(tokens, 24)
+
+    def scores(heads: range) -> torch.Tensor:
+        gate, part = policy.make_gate(heads, torch.float32, torch.device("cpu")), slice(heads.start, heads.stop)
+        rows = gate.rows(1)
+        assert (0 if rows is None else len(rows)) == policy.gate_columns(len(heads))
+        return gate.score(1, keys[:, part], None if rows is None else hidden @ rows.T)
+
+    found = scores(TP_SHAPE.rank_heads(1))
+    assert found.shape == (tokens, 2) and found.dtype == torch.float32 and not found.isnan().any()
+    torch.testing.assert_close(found, scores(range(4))[:, 2:])
 
 
 def test_random_scores_are_those_of_the_global_head(tmp_path: Path):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from drift_tools import knobs, rule
-from engine_tools import ROUNDING, Answer, Ask, serve, snapkv, tiny_engine, token_ids
+from engine_tools import ROUNDING, Answer, Ask, fastkvzip, serve, snapkv, tiny_engine, token_ids
 from reference import Reference, Rule
 
-from benchmarks.drift_model import PROFILE, make_model, write_profile
+from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS, make_model, write_profile
 
 LENGTHS = (40, 257)
 STEPS = 23
@@ -63,3 +64,13 @@ def test_retrieval(land_after: int, model: Path, reference: Reference) -> None:
 def test_another_policy(model: Path, reference: Reference, tmp_path: Path) -> None:
     case = snapkv(0.3)
     check(case.rule, reference, answers(model, **case.arguments(model, tmp_path)))
+
+
+def test_shared_budgets(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank's heads share the rank's part of the budget; the gate sees the hidden states on every rank."""
+    case = fastkvzip(0.3, 24, 100, share=0.1, shape=(LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, 96))
+    found = answers(model, **case.arguments(model, tmp_path))
+    check(replace(case.rule, ranks=2), reference, found)
+    assert [reference.replay(token_ids(n), case.rule, STEPS).kept_after_prompt for n in LENGTHS] != [
+        reference.replay(token_ids(n), replace(case.rule, ranks=2), STEPS).kept_after_prompt for n in LENGTHS
+    ]

@@ -93,7 +93,7 @@ class Gate(Protocol):
     """Scores every token once, when its K and V are written; made for the KV heads of one rank."""
 
     def rows(self, layer: int) -> torch.Tensor | None:
-        """[gate_columns, hidden size]: `score` wants its product with the layer's attention input. None: it does not."""
+        """[gate_columns, hidden size]: `score` wants its product with what enters the layer's attention; or None."""
 
     def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
         """Higher is kept: float32 [tokens, KV heads].

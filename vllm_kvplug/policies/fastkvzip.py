@@ -68,8 +68,7 @@ class FastKVzip(Policy[FastKVzipConfig]):
                 f"fastkvzip has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate "
                 f'fastkvzip MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
             )
-        metadata = read_metadata("fastkvzip", self.path, shape.fingerprint)
-        self._dim = metadata.gate.dim
+        self._gate_shape = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
 
     @cached_property
     def _model(self) -> ProfiledModel:
