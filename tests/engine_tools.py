@@ -13,6 +13,7 @@ import pytest
 import torch
 from reference import (
     Duo,
+    ExpectedAttention,
     FastKVzip,
     HeteroCache,
     Knorm,
@@ -97,6 +98,16 @@ def snapkv(ratio: float) -> Case:
 def random_keep(ratio: float, seed: int = 3) -> Case:
     knobs = {"ratio": ratio, "seed": seed}
     return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+ANGLES = [10_000 ** (-i / 16) for i in range(16)]
+"""Of the tiny model's rotary positions."""
+
+
+def expected_attention(ratio: float, window: int = 512) -> Case:
+    knobs = {"ratio": ratio, "window": window}
+    rule = ExpectedAttention(ANGLES, ratio=ratio, window=window)
+    return Case(f"expected-{ratio}-{window}", "expected_attention", knobs, rule)
 
 
 GATES = [[0.2, 0.9], [0.9, 0.1], [0.0, 0.4]]

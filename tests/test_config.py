@@ -22,7 +22,7 @@ from vllm_kvplug.plugin import install_policy, lower
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
 
-SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32, name="tiny-llama")
+SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32, name="tiny-llama", rotary=(1.0,) * 16)
 
 Arguments = Callable[..., Any]
 

@@ -22,7 +22,9 @@ from vllm_kvplug.policies.registry import BUILT_IN, make_policy, policy_class, p
 from vllm_kvplug.policies.snapkv import SnapKV
 from vllm_kvplug.shape import ModelShape
 
-TP_SHAPE = ModelShape(layers=2, kv_heads=4, query_heads=12, head_dim=16, tensor_parallel=2, name="two ranks")
+TP_SHAPE = ModelShape(
+    layers=2, kv_heads=4, query_heads=12, head_dim=16, tensor_parallel=2, name="two ranks", rotary=(1.0,) * 8
+)
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_a_third_party_policy_by_entry_point(install):
     policy = make_policy("ends", {"ends": 3}, SHAPE)
     assert type(policy).__name__ == "Ends"
     assert policy.kept(5) == [[5, 5]] * 3 and policy.kept(100) == [[6, 6]] * 3
-    view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0)
+    view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0, torch.zeros(2, 20, 32))
     assert [t.tolist() for t in top_tokens(policy.score(view), [6, 6])] == [[0, 1, 2, 17, 18, 19]] * 2
     message = error_of(lambda: make_policy("ends", {"end": 3}, SHAPE))
     assert "--kv-policy-config for policy 'ends'" in message and "arena_gib, ends, host_gib" in message
@@ -135,6 +137,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
     gate = str(save_sink_gate(tmp_path / "gate.safetensors", shape))
     return {
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
+        "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
         "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
         "knorm": [{}, {"ratio": 0.001, "window": 1, "cut_every": 16}, {"ratio": 1}, {"window": 10_000}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
@@ -212,7 +215,7 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
         window = min(policy.query_window, tokens)
         generator = torch.Generator().manual_seed(tokens)
         queries, keys = torch.randn(window, 6, 16, generator=generator), torch.randn(2, tokens, 16, generator=generator)
-        scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25))
+        scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25, torch.randn_like(keys)))
         assert scores.shape == (2, tokens) and scores.dtype == torch.float32
         assert not scores.isnan().any()
 
@@ -236,13 +239,13 @@ def check_gate(policy: Policy[Any], tokens: int) -> None:
 def test_random_scores_are_those_of_the_global_head(tmp_path: Path):
     """Ranks and replicas agree whatever slice of the heads they hold."""
     policy = make_policy("random", {"seed": 4}, TP_SHAPE)
-    whole = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 1, range(4), 1.0))
+    whole = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 1, range(4), 1.0, torch.zeros(4, 9, 16)))
     for rank in range(2):
         heads = TP_SHAPE.rank_heads(rank)
-        part = policy.score(PromptView(torch.empty(0), torch.zeros(2, 9, 16), 1, heads, 1.0))
+        part = policy.score(PromptView(torch.empty(0), torch.zeros(2, 9, 16), 1, heads, 1.0, torch.zeros(2, 9, 16)))
         assert torch.equal(part, whole[heads.start : heads.stop])
     assert len({tuple(row.tolist()) for row in whole}) == 4
-    other = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 0, range(4), 1.0))
+    other = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 0, range(4), 1.0, torch.zeros(4, 9, 16)))
     assert not torch.equal(other, whole)
 
 
@@ -250,7 +253,8 @@ def test_random_scores_are_those_of_the_global_head(tmp_path: Path):
 def test_snapkv_keeps_its_window(budget: int):
     """The newest tokens come first, whatever the votes; below the window only the newest of them fit."""
     policy = make_policy("snapkv", {"budget_tokens": budget, "window": 8}, SHAPE)
-    scores = policy.score(PromptView(torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9, 0, range(2), 1.0))
+    queries, keys = torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9
+    scores = policy.score(PromptView(queries, keys, 0, range(2), 1.0, keys))
     for chosen in top_tokens(scores, [budget, budget]):
         recent = min(budget, 8)
         assert chosen[-recent:].tolist() == list(range(60 - recent, 60))

@@ -22,6 +22,7 @@ from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
 from vllm_kvplug.options import OptionError
 from vllm_kvplug.policies.registry import policy_from_json
+from vllm_kvplug.rotary import rotary_angles
 from vllm_kvplug.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def model_shape(vllm_config: Any) -> ModelShape:
         tensor_parallel=parallel.tensor_parallel_size,
         fingerprint=model_fingerprint(model.hf_text_config),
         name=str(model.model),
+        rotary=rotary_angles(model.hf_text_config),
     )
 
 

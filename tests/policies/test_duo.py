@@ -51,7 +51,8 @@ def test_heads_of_a_profile(tmp_path: Path):
 
 
 def test_streaming_heads_keep_both_ends(gates: str):
-    view = PromptView(torch.empty(0, 12, 32), torch.zeros(6, 20, 32), 0, range(6), 1.0)
+    keys = torch.zeros(6, 20, 32)
+    view = PromptView(torch.empty(0, 12, 32), keys, 0, range(6), 1.0, keys)
     chosen = top_tokens(duo(gates=gates, sinks=3, recent=4).score(view), [7] * 6)
     assert [tokens.tolist() for tokens in chosen] == [[0, 1, 2, 16, 17, 18, 19]] * 6
 

@@ -48,6 +48,7 @@ class PromptView:
         first; window is the policy's `query_window`, or the whole prompt where that is shorter.
     keys: [KV heads of the rank, tokens, head_dim], after RoPE.
     layer: index of the layer. heads: global index of each KV head of the rank. scale: softmax scale.
+    values: as keys.
     """
 
     queries: torch.Tensor
@@ -55,6 +56,7 @@ class PromptView:
     layer: int
     heads: range
     scale: float
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
     "duo": "vllm_kvplug.policies.duo:Duo",
+    "expected_attention": "vllm_kvplug.policies.expected_attention:ExpectedAttention",
     "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
