@@ -29,8 +29,9 @@ from transformers import AutoConfig
 
 from benchmarks.engine import engine, runtime, scheduler
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.gates.sink_gate import SinkGate
+from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.tiny import VOCAB, head_profile
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
@@ -62,7 +63,7 @@ class Case:
     knobs: Mapping[str, Any]
     rule: Rule
     profile: Mapping[str, Any] | None = None
-    gate: SinkGate | None = None
+    gate: SinkGate | WriteGate | None = None
 
     def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
         """Keyword arguments of the engine. A head profile or a gate is written to `folder`."""
@@ -149,9 +150,11 @@ def fastkvzip(
     return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
 
 
-def write_gate(model_dir: Path, path: Path, gate: SinkGate) -> Path:
+def write_gate(model_dir: Path, path: Path, gate: SinkGate | WriteGate) -> Path:
     config = AutoConfig.from_pretrained(model_dir)
-    shape = SinkGateShape(hidden_size=config.hidden_size)
+    shape: Any = SinkGateShape(hidden_size=config.hidden_size)
+    if isinstance(gate, WriteGate):
+        shape = WriteGateShape(hidden=gate.b1.shape[-1])
     save_gate(path, gate, GateMetadata(model=ProfiledModel.of(config, "tiny"), gate=shape, source="test", date="-"))
     return path
 

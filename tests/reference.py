@@ -62,6 +62,10 @@ class Rule:
         """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
         raise NotImplementedError
 
+    def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        """As `sees`, for what depends on the layer's gate as well: bool [H, n, T]."""
+        return self.sees(query_pos, key_pos).expand(len(layer.keep), -1, -1)
+
     def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of tokens that come in at layer number `index`, float32 [H, n].
 
@@ -335,6 +339,79 @@ class FastKVzip(Knorm):
         return torch.stack(scores)
 
 
+@dataclass(frozen=True)
+class WGKV(Rule):
+    """Heads see a local window, and of what lies before it the tokens that a gate scored above tau (WG-KV, section 3).
+
+    weights: of the gate, by name: norm_pre, norm_rope [L, d]; w1 [L, H, m, 2d]; b1 [L, H, m]; w2 [L, H, m]; b2 [L, H].
+    key_weights: the model's, [L] x [H * d, D]: keys before RoPE are taken from there. cap: the share of what lies before
+    the window that heads may keep together; they are held to it every `every` tokens of a prompt, at its end, and
+    every 128 tokens of an answer.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    key_weights: list[torch.Tensor] = field(default_factory=list)
+    window: int = 256
+    tau: float = 0.1
+    sinks: int = 0
+    cap: float = 1.0
+    every: int = 2048
+    ranks: int = 1
+
+    def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        distance = query_pos[:, None] - key_pos
+        admitted = (layer.gate > self.tau) | (key_pos < self.sinks)
+        return (distance >= 0) & ((distance < self.window) | admitted[:, None])
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        w = {name: weight[index] for name, weight in self.weights.items()}
+        heads, _, dim = key.shape
+        before = (hidden @ self.key_weights[index].T).view(-1, heads, dim).transpose(0, 1)
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        scores = []
+        for head in range(heads):
+            x = torch.cat([norm(before[head], w["norm_pre"]), norm(key[head], w["norm_rope"])], 1)
+            inner = x @ w["w1"][head].T + w["b1"][head]
+            inner = 0.5 * inner * (1 + torch.erf(inner / 2**0.5))
+            scores.append(1 / (1 + (-(inner @ w["w2"][head] + w["b2"][head])).exp()))
+        return torch.stack(scores)
+
+    def cuts(self, tokens: int) -> list[int]:
+        return sorted({*range(self.every, tokens, self.every), tokens})
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        """Drop the lowest scores of what was admitted, if it is more than the cap allows."""
+        old, heads = range(max(length - self.window, 0)), layers[0].keep.shape[0]
+        for rank in range(self.ranks):
+            pairs = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
+            admitted = [(t, i, h) for t in old for i, h in pairs if layers[i].keep[h, t]]
+            most = int(Fraction(str(self.cap)) * len(old) * len(pairs))
+            best = sorted(
+                admitted, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]) if one[0] >= self.sinks else -9.0
+            )
+            for t, i, h in best[most:]:
+                layers[i].keep[h, t] = False
+
+    def watch(self, layers: list[Layer]) -> Watcher:
+        return Capped(self, layers)
+
+
+class Capped(Watcher):
+    """Holds a decoding request to its cap."""
+
+    def __init__(self, rule: WGKV, layers: list[Layer]):
+        self.rule, self.layers = rule, layers
+        self.kept: dict[int, Positions] = {}  # after each cut, by the request's length
+
+    def after(self, length: int) -> None:
+        if length % 128 == 0:
+            self.rule.cut(self.layers, 0, length, length)
+            self.kept[length] = [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]
+
+
 class DecodeEviction(Watcher):
     """Every 128 tokens the lowest scores go, whosever they are, until heads store `decode_budget` on average.
 
@@ -452,6 +529,7 @@ class Replay:
     kept: what every decoding step's query saw, by the length of the request with that step's token.
     watcher: the rule's, after the (latest) prompt.
     kept_in_prompt: what was stored after each cut of the (latest) prompt, by its length then.
+    layers: all that was seen of the (latest) request.
     scores: float32 [L] x [H, T] behind kept_after_prompt, empty for rules that do not score. Two engines
         round differently: a token whose score ties with the cut up to rounding may fall on either side.
     """
@@ -463,6 +541,7 @@ class Replay:
     kept_in_prompt: dict[int, Positions] = field(default_factory=dict)
     kept: dict[int, Positions] = field(default_factory=dict)
     watcher: Watcher = field(default_factory=Watcher)
+    layers: list[Layer] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -494,13 +573,13 @@ class State:
         layer.keep = torch.cat([layer.keep, stored], 1)
         layer.gate = torch.cat([layer.gate, self.rule.gate(index, key, hidden)], 1)
         position = torch.arange(layer.keys.shape[1])
-        sees = self.rule.sees(position[-new:], position)  # [n, T]
+        sees = self.rule.lets_through(layer, position[-new:], position)  # [H, n, T]
         outputs = []
         for query_head in range(query.shape[0]):
             head = query_head // (query.shape[0] // heads)
-            weights = masked_softmax(query[query_head], layer.keys[head], sees & layer.keep[head], scale)
+            weights = masked_softmax(query[query_head], layer.keys[head], sees[head] & layer.keep[head], scale)
             outputs.append(weights @ layer.values[head].float())
-        layer.keep &= sees[-1]
+        layer.keep &= sees[:, -1]
         return torch.stack(outputs, 1).to(query.dtype)
 
     def complete_prompt(self) -> list[torch.Tensor]:
@@ -582,7 +661,7 @@ class Reference:
             result.tokens.append(int(logits[-1].argmax()))
             sequence.append(next(forced, result.tokens[-1]))
         result.logits = torch.stack(logits)
-        result.kept_at_end = state.kept()
+        result.kept_at_end, result.layers = state.kept(), state.layers
         return result
 
     def _prompt(self, state: State, sequence: list[int], result: Replay) -> torch.Tensor:

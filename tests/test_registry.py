@@ -154,14 +154,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
 
 def save_sink_gate(path: Path, shape: ModelShape) -> Path:
     group = shape.query_heads // shape.kv_heads
-    model = ProfiledModel(
-        name="test",
-        fingerprint=shape.fingerprint,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        query_heads=shape.query_heads,
-        head_dim=shape.head_dim,
-    )
+    model = ProfiledModel.of_shape(shape)
     metadata = GateMetadata(model=model, gate=SinkGateShape(hidden_size=24), source="test", date="-")
     save_gate(path, SinkGate(shape.layers, shape.kv_heads, group, 24), metadata)
     return path
@@ -229,7 +222,7 @@ def check_gate(policy: Policy[Any], tokens: int) -> None:
         gate, part = policy.make_gate(heads, torch.float32, torch.device("cpu")), slice(heads.start, heads.stop)
         rows = gate.rows(1)
         assert (0 if rows is None else len(rows)) == policy.gate_columns(len(heads))
-        return gate.score(1, keys[:, part], None if rows is None else hidden @ rows.T)
+        return gate.score(1, keys[:, part], torch.arange(tokens), None if rows is None else hidden @ rows.T)
 
     found = scores(TP_SHAPE.rank_heads(1))
     assert found.shape == (tokens, 2) and found.dtype == torch.float32 and not found.isnan().any()

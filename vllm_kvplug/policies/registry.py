@@ -25,6 +25,7 @@ BUILT_IN = {
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
+    "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
 }
 
 
