@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from cases import wgkv
 from engine_tools import (
     KV_HEADS,
     LAYERS,
     Ask,
-    Case,
     Snapshot,
     Watch,
     check_logprobs,
@@ -25,30 +24,13 @@ from engine_tools import (
     tiny_engine,
     token_ids,
 )
-from reference import WGKV, Reference, Replay
-from safetensors.torch import load_file
-
-from vllm_kvplug.gates.write_gate import WriteGate
+from reference import Reference, Replay
+from reference_gated import WGKV
 
 # Around the window, around pages, ends that make a chunk of one token, several chunks and cuts.
 LENGTHS = (1, 15, 31, 32, 33, 50, 257, 300, 511, 513)
 STEPS = 150
 EVERYTHING = {"logprobs": -1}
-
-
-def wgkv(model: Path, **fields: Any) -> Case:
-    """A gate of random weights that lets a part through, and the rule that it makes."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        gate = WriteGate(LAYERS, KV_HEADS, 32, 16).requires_grad_(False)
-        for weight in gate.parameters():
-            weight += 0.3 * torch.randn(weight.shape)
-    gate.w1.copy_(gate.w1.bfloat16())  # as files hold it
-    weights = load_file(model / "model.safetensors")
-    keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(LAYERS)]
-    rule = WGKV(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
-    knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
-    return Case(f"wgkv-{rule.window}-{rule.cap}", "wgkv", knobs, rule, gate=gate)
 
 
 CASES: dict[str, dict[str, Any]] = {

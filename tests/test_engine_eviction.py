@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from cases import fastkvzip
 from engine_tools import (
     Ask,
     Watch,
     check_logprobs,
     check_segments,
-    fastkvzip,
     one_thread,  # noqa: F401
     scheduler,
     serve,

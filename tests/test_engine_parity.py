@@ -10,20 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import TWO_PIVOTS, duo, expected_attention, fastkvzip, heterocache, knorm, random_keep, snapkv, streaming
 from engine_tools import (
-    TWO_PIVOTS,
     Ask,
-    duo,
-    expected_attention,
-    fastkvzip,
     greedy,
-    heterocache,
-    knorm,
     one_thread,  # noqa: F401
-    random_keep,
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )

@@ -7,28 +7,30 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_tools import (
+from cases import (
     TWO_PIVOTS,
     VOLATILE,
+    Case,
+    duo,
+    expected_attention,
+    fastkvzip,
+    heterocache,
+    knorm,
+    random_keep,
+    snapkv,
+    streaming,
+)
+from engine_tools import (
     Answer,
     Ask,
-    Case,
     Pinned,
     Snapshot,
     Watch,
     check_kept,
     check_logprobs,
-    duo,
     equal_up_to_ties,
-    expected_attention,
-    fastkvzip,
-    heterocache,
-    knorm,
     one_thread,  # noqa: F401
-    random_keep,
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )

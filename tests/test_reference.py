@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from reference import (
-    Duo,
     Full,
     HeteroCache,
     Layer,
@@ -21,6 +20,7 @@ from reference import (
     pick,
     share_out,
 )
+from reference_baselines import Duo
 from transformers import AutoModelForCausalLM
 
 LAYERS, HEADS, GROUP = 3, 2, 2

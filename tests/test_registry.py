@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from vllm_kvplug import cli
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.config import PolicyConfig
-from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.gates.sink_gate import SinkGate
+from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.policies.registry import BUILT_IN, make_policy, policy_class, policy_from_json, policy_names
 from vllm_kvplug.policies.snapkv import SnapKV
@@ -134,12 +136,15 @@ def test_a_policy_of_a_lowered_configuration():
 def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]]]:
     """Configurations of every built-in policy: its defaults where they work, and its extremes."""
     profile = str(save_profile(tmp_path / "profile.json", full_heads=2, shape=shape))
-    gate = str(save_sink_gate(tmp_path / "gate.safetensors", shape))
+    gate, write = str(save_sink_gate(tmp_path / "gate.safetensors", shape)), str(tmp_path / "write.safetensors")
+    metadata = GateMetadata(model=ProfiledModel.of_shape(shape), gate=WriteGateShape(hidden=8), source="test", date="-")
+    save_gate(write, WriteGate(shape.layers, shape.kv_heads, shape.head_dim, 8), metadata)
     return {
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
         "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
         "knorm": [{}, {"ratio": 0.001, "window": 1, "cut_every": 16}, {"ratio": 1}, {"window": 10_000}],
+        "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],
@@ -186,6 +191,9 @@ def check_cuts(policy: Policy[Any]) -> None:
     """What is kept of a prompt in the end is its ratio, up to a token of each cut, and what is always kept."""
     for n in [*range(1, 70), 500, 1024, 15_999, 16_000, 50_001]:
         cuts, heads, kept = policy.cuts(n), 6, 0
+        if policy.local is not None:
+            assert cuts.admitted(n, heads) == int(Fraction(str(policy.config.cap)) * max(n - cuts.window, 0) * heads)
+            continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
         lengths = [cut for cut in {cuts.next(m) for m in range(n)}]
         for cut in lengths:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from policy_tools import SHAPE, save_profile
-from reference import Duo as Rule
+from reference_baselines import Duo as Rule
 
 from benchmarks.drift_model import KV_HEADS, LAYERS
 from vllm_kvplug.components.allocators import top_tokens

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from policy_tools import SHAPE
-from reference import ExpectedAttention as Rule
 from reference import Layer
+from reference_baselines import ExpectedAttention as Rule
 
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.base import PromptView

@@ -125,9 +125,9 @@ class Policy(ABC, Generic[ConfigT]):
     (eviction). A class that overrides `kept` has it cut once, when it is complete: every head keeps the
     `kept(n)[layer][head]` tokens that `score` ranks highest. A class that overrides `cuts` and `make_gate` has it cut
     as it comes in, and its heads share one budget: the tokens that the gate scored highest stay, whichever heads they
-    are of; with a `local` window (admission) the gate's threshold decides alone, up to what the cuts' shares allow, and
-    for what is seen too. Decoded tokens are kept. With a `retrieval`, satellites that were cut get other prompt tokens back from
-    the host later (offload).
+    are of. With a `local` window as well (admission) the gate's threshold decides what is seen and stored beyond it,
+    and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that were
+    cut get other prompt tokens back from the host later (offload).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.

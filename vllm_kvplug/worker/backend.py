@@ -165,7 +165,10 @@ class HeadPageImpl(AttentionImpl):
         if step.prefill_plan is not None:
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
             where = (runtime.pool.pages, tables.directory, tables.chunks, tables.lengths, step.prefill_plan)
-            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
+            local, admission = runtime.policy.local, None
+            if local is not None:
+                admission = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, scores)
+            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds, admission)
             return
         for row in step.prefill:
             chunk = row.tokens

@@ -133,7 +133,11 @@ class Runtime:
         if one_token is not None:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
             where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
+            local, gated = self.policy.local, None
+            if local is not None:
+                chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
+                gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
