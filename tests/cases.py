@@ -133,16 +133,16 @@ def fastkvzip(
     return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
 
 
-def wgkv(model: Path, **fields: Any) -> Case:
-    """A gate of random weights that lets a part through, and the rule that it makes."""
+def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
+    """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        gate = WriteGate(LAYERS, KV_HEADS, 32, 16).requires_grad_(False)
+        gate = WriteGate(*shape, 16).requires_grad_(False)
         for weight in gate.parameters():
             weight += 0.3 * torch.randn(weight.shape)
     gate.w1.copy_(gate.w1.bfloat16())  # as files hold it
     weights = load_file(model / "model.safetensors")
-    keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(LAYERS)]
+    keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(shape[0])]
     rule = WGKV(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
     knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
     return Case(f"wgkv-{rule.window}-{rule.cap}", "wgkv", knobs, rule, gate=gate)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import fastkvzip, snapkv
+from cases import fastkvzip, snapkv, wgkv
 from drift_tools import knobs, rule
 from engine_tools import (
     ROUNDING,
@@ -82,3 +82,10 @@ def test_shared_budgets(model: Path, reference: Reference, tmp_path: Path) -> No
     assert [reference.replay(token_ids(n), case.rule, STEPS).kept_after_prompt for n in LENGTHS] != [
         reference.replay(token_ids(n), replace(case.rule, ranks=2), STEPS).kept_after_prompt for n in LENGTHS
     ]
+
+
+def test_admission(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank caps what its own heads admit."""
+    case = wgkv(model, (LAYERS, KV_HEADS, 32), cap=0.2, every=100, window=24)
+    found = answers(model, **case.arguments(model, tmp_path))
+    check(replace(case.rule, ranks=2), reference, found)

@@ -98,4 +98,4 @@ class WGKV(Policy[WGKVConfig]):
         assert self.path is not None
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
         rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
-        return KeyGate(gate.to(device), rotary, slice(heads.start, heads.stop))
+        return KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
