@@ -1,16 +1,18 @@
 """First runs on a GPU: stock vLLM's tokens under a policy that keeps everything, and eager = captured graphs.
 
-    python -m benchmarks.gpu_smoke MODEL --tasks tasks.py --out FILE
+    python -m benchmarks.gpu_smoke MODEL --tasks tasks.py --out FILE [--gated]
 
 Two sets of prompts. `tasks`: answers the model is sure of, where a differing token is an error. `open text`:
 continuations of source code, where two bf16 logits often tie exactly, so that any two attention kernels part
 somewhere; stock vLLM against itself (graphs against eager mode) is the control, and each row gives stock's margin
-at the first token that differs. In float32 both sets must agree.
+at the first token that differs. In float32 both sets must agree. --gated runs the policies that score every token
+when it comes in, with gates of random weights, instead of the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import traceback
 from itertools import islice
 from pathlib import Path
@@ -20,10 +22,17 @@ from benchmarks import report
 from benchmarks.engine import engine
 from benchmarks.eval_tasks import examples, load_tasks
 from benchmarks.parity import GRAPHS, prompts
+from vllm_kvplug.tiny import random_gate
 
 MODES = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
 WHOLE = [("streaming", {"window": 4096}), ("snapkv", {"ratio": 1.0})]
 COMPRESSED = [("heterocache", {"rho": 0.5}), ("heterocache", {"rho": 0.5, "tau_drift": 1.0, "land_after": 4})]
+GATED_WHOLE = [("knorm", {"ratio": 1.0}), ("wgkv", {"tau": 0.0, "window": 64})]
+GATED_COMPRESSED = [
+    ("knorm", {"ratio": 0.5, "cut_every": 256}),
+    ("fastkvzip", {"ratio": 0.5, "cut_every": 256, "window": 64, "decode_budget": 256}),
+    ("wgkv", {"tau": 0.5, "window": 64, "cap": 0.4, "cut_every": 256}),
+]
 Generated = dict[str, list[tuple[list[int], list[float]]]]
 
 
@@ -36,6 +45,13 @@ def generate(llm: Any, sets: dict[str, list[tuple[list[int], int]]]) -> Generate
     outputs = llm.generate([{"prompt_token_ids": ids} for ids, _ in asked], params, use_tqdm=False)
     found = iter(o.outputs[0] for o in outputs)
     return {name: [(list(o.token_ids), _margins(o)) for o in islice(found, len(items))] for name, items in sets.items()}
+
+
+def with_gate(model: str, policy: str, knobs: dict[str, Any]) -> dict[str, Any]:
+    if policy not in ("wgkv", "fastkvzip"):
+        return knobs
+    path = Path(tempfile.gettempdir()) / f"random-{policy}.safetensors"
+    return {**knobs, "gate": str(random_gate(Path(model), path, policy))}
 
 
 def _margins(output: Any) -> list[float]:
@@ -64,6 +80,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tasks", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--gated", action="store_true")
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -76,12 +93,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     metrics: dict[str, float] = {}
     first: dict[str, Generated] = {}
-    for dtype, cases in (("bfloat16", WHOLE + COMPRESSED), ("float32", WHOLE[:1])):
+    whole, compressed = (GATED_WHOLE, GATED_COMPRESSED) if args.gated else (WHOLE, COMPRESSED)
+    for dtype, cases in (("bfloat16", whole + compressed), ("float32", whole[:1])):
         for mode, arguments in MODES.items():
             for policy, knobs in [(None, None), *cases]:
                 name = f"{policy} {knobs}" if policy else "stock"
                 row: dict[str, Any] = {"dtype": dtype, "mode": mode, "case": name}
-                chosen = {"kv_policy": policy, "kv_policy_config": knobs} if policy else {}
+                chosen = (
+                    {"kv_policy": policy, "kv_policy_config": with_gate(args.model, policy, knobs)} if policy else {}
+                )
                 try:
                     with engine(args.model, dtype=dtype, **common, **arguments, **chosen) as llm:
                         tokens = generate(llm, sets)
@@ -95,7 +115,7 @@ def main() -> None:
                     row["against eager"] = compare(tokens, first[f"{dtype} {name}"])
                 if policy is None:
                     stock = tokens
-                elif (policy, knobs) in WHOLE:
+                elif (policy, knobs) in whole:
                     row["against stock"] = compare(tokens, stock)
                 rows.append(row)
                 print(row, flush=True)
@@ -109,8 +129,9 @@ def main() -> None:
 def _count(metrics: dict[str, float], row: dict[str, Any], policy: str | None, dtype: str, mode: str) -> None:
     """The headline numbers: streaming against stock on the tasks; everything else under longer names."""
     against = row.get("against stock")
-    if against and policy == "streaming":
-        short = f"gpu_smoke.{mode}_mismatched_tokens" if dtype == "bfloat16" else f"gpu_smoke.{mode}_float32_mismatched"
+    if against and policy in ("streaming", "wgkv"):
+        name = "gpu_smoke" if policy == "streaming" else "gpu_smoke.gated"
+        short = f"{name}.{mode}_mismatched_tokens" if dtype == "bfloat16" else f"{name}.{mode}_float32_mismatched"
         metrics[short] = against["tasks: mismatched tokens"]
         metrics[f"{short}_open_text"] = against["open text: mismatched tokens"]
     if policy is None and mode == "graph":

@@ -78,3 +78,24 @@ def head_profile(
 def _led_by_one(roles: Sequence[str]) -> dict[int, list[int]]:
     satellites = [head for head, role in enumerate(roles) if role == "satellite"]
     return {head: satellites for head, role in enumerate(roles) if role == "pivot"}
+
+
+def random_gate(model: Path, path: Path, kind: str, seed: int = 0) -> Path:
+    """Write a gate of random weights for a model, `kind` of wgkv or fastkvzip: for checks of what is done with it."""
+    import torch
+    from transformers import AutoConfig
+
+    from vllm_kvplug.calibrate.profile import ProfiledModel
+    from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
+
+    config = AutoConfig.from_pretrained(model)
+    shape = WriteGateShape(hidden=32) if kind == "wgkv" else SinkGateShape(hidden_size=config.hidden_size)
+    made = ProfiledModel.of(config, Path(model).name)
+    metadata = GateMetadata(model=made, gate=shape, source="random weights", date="2026-01-01")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        gate = metadata.empty_gate().requires_grad_(False)
+        for weight in gate.parameters():  # away from the zeros and ones that training begins with
+            weight.add_(0.3 * torch.randn(weight.shape))
+    save_gate(path, gate, metadata)
+    return path
