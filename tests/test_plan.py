@@ -285,6 +285,24 @@ def test_rows_of_cuts_that_are_no_full_pages(every: int, decode: DecodeCuts | No
         assert max(entries) > 800 // 16 + 2
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([16, 17, 32, 100, 400]), st.integers(1, 100), RATIOS, st.booleans(), st.integers(1, 180))
+def test_shared_peak_is_no_less_than_any_request_holds(
+    every: int, window: int, ratio: float, decodes: bool, max_len: int
+):
+    decode = DECODE if decodes else None
+    plan = SharedPlan(shape_of(10, 3), lambda n: Cuts.of_ratio(n, every, window, ratio, decode))
+    most = max(plan.first_blocks(end, max_len) for end in range(1, max_len + 1))
+    assert most <= plan.peak_blocks(max_len) <= min(most + 1, ceil(max_len / 16))
+
+
+def test_a_request_may_hold_most_when_it_begins_to_decode():
+    """640 tokens: a prompt of 512 and 128 more before the first cut are more than a prompt of 640."""
+    decode = DecodeCuts(128, 256, 4, 128)
+    plan = SharedPlan(shape_of(30, 3), lambda n: Cuts.of_ratio(n, 100, 100, 0.6, decode))
+    assert plan.peak_blocks(640) >= plan.first_blocks(512, 640) == 29 > plan.prompt_blocks(640)
+
+
 @given(st.integers(1, 400), st.sampled_from([16, 100, 1000]), st.integers(1, 500), RATIOS)
 def test_cuts_of_ratio(n: int, every: int, window: int, ratio: float):
     cuts = Cuts.of_ratio(n, every, window, ratio)

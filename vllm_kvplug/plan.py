@@ -267,7 +267,15 @@ class SharedPlan:
         return ceil_div(max_len, PAGE) + 2 + sum(max_len // step for step in steps if step % PAGE)
 
     def peak_blocks(self, max_len: int) -> int:
-        return max(self.prompt_blocks(max_len), self.first_blocks(1, max_len))
+        """As of other plans, if longer prompts keep no fewer tokens: the longest, the shortest, or one that ends where
+        the most tokens of an answer come before the first cut. One more for what rounding adds to others.
+        """
+        ends = {1, max_len}
+        decode = self.cuts_of(max_len).decode
+        if decode:
+            last = max_len // decode.every * decode.every
+            ends |= {max(last, 1), max(last - decode.every, 1)}
+        return min(max(self.first_blocks(end, max_len) for end in ends) + 1, ceil_div(max_len, PAGE))
 
     def kept_tokens(self, prefill_end: int) -> int:
         return self.stored(prefill_end, prefill_end) * self.shape.heads // self.heads_per_rank
