@@ -261,7 +261,7 @@ class SharedPlan:
         return time.entries[last] + self._blocks_at(prefill_end, n) - held
 
     def most_entries(self, max_len: int) -> int:
-        """As of other plans. A row grows again after every cut, and rounds up there if cuts do not lie at full pages."""
+        """As of other plans. Rows grow again after every cut, and round up there if cuts do not lie at full pages."""
         cuts = self.cuts_of(max_len)
         steps = (cuts.every, cuts.decode.every if cuts.decode else PAGE)
         return ceil_div(max_len, PAGE) + 2 + sum(max_len // step for step in steps if step % PAGE)
