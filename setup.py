@@ -42,6 +42,7 @@ setup(
         "vllm_kvplug.csrc.cuda": ["*.cu", "*.cuh"],
         "vllm_kvplug.profiles": ["*.json", "*.safetensors"],
         "vllm_kvplug.quant": ["*.safetensors"],
+        "vllm_kvplug.view": ["page.*"],
     },
     **extension(),
 )

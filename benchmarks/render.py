@@ -15,7 +15,7 @@ from benchmarks.report import RESULTS
 
 SOURCES = (
     "Every figure is from a file in [benchmarks/results](benchmarks/results), which names command, commit, versions and "
-    "machine. Our SnapKV ranks tokens exactly as kvpress 0.5.5 does "
+    "machine. Our SnapKV and Expected Attention keep the tokens that those of kvpress 0.5.5 keep "
     "([against_kvpress.json](benchmarks/results/against_kvpress.json))."
 )
 README = Path(__file__).parent.parent / "README.md"

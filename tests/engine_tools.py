@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from reference import FastKVzip, HeteroCache, Knorm, Positions, RandomKeep, Reference, Replay, Rule, SnapKV, Streaming
-from transformers import AutoConfig
+from reference import (
+    Positions,
+    Reference,
+    Replay,
+    Rule,
+    Streaming,
+)
 
 from benchmarks.engine import engine, runtime, scheduler
-from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
-from vllm_kvplug.gates.sink_gate import SinkGate
-from vllm_kvplug.tiny import VOCAB, head_profile
+from vllm_kvplug.tiny import VOCAB
 
 _set_num_threads = torch.set_num_threads  # vLLM's CPU worker puts a warning in its place
 LAYERS, KV_HEADS = 3, 2
@@ -35,96 +37,6 @@ def token_ids(length: int, seed: int = 0) -> list[int]:
     """A random prompt for the tiny model."""
     generator = torch.Generator().manual_seed(1_000 * seed + length)
     return torch.randint(VOCAB, (length,), generator=generator).tolist()
-
-
-# ---------------------------------------------------------------------------------------- cases
-
-
-@dataclass(frozen=True)
-class Case:
-    """A policy as the engine is told of it, and the same as a rule of the reference."""
-
-    name: str
-    policy: str
-    knobs: Mapping[str, Any]
-    rule: Rule
-    profile: Mapping[str, Any] | None = None
-    gate: SinkGate | None = None
-
-    def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
-        """Keyword arguments of the engine. A head profile or a gate is written to `folder`."""
-        knobs = dict(self.knobs)
-        if self.gate is not None:
-            knobs["gate"] = str(write_gate(model_dir, folder / f"{self.name}.safetensors", self.gate))
-        if self.profile is not None:
-            path = folder / f"{self.name}.json"
-            head_profile(model_dir, path, **self.profile)
-            knobs["profile"] = str(path)
-        return {"kv_policy": self.policy, "kv_policy_config": knobs}
-
-
-TWO_PIVOTS = {
-    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "anchor"]],
-    "weights": [[-1.0, 0.37], [1.83, -1.0], [0.71, 1.09]],
-}
-VOLATILE = {  # at rho 0.7 the satellite of layer 1 earns more than the prompt and is clipped to it
-    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "volatile"]],
-    "weights": [[-1.0, 0.13], [2.6, -1.0], [0.27, -1.0]],
-}
-
-
-def streaming(window: int, sinks: int = 4) -> Case:
-    knobs = {"window": window, "sinks": sinks}
-    return Case(f"streaming-{window}", "streaming", knobs, Streaming(sinks=sinks, window=window))
-
-
-def snapkv(ratio: float) -> Case:
-    return Case(f"snapkv-{ratio}", "snapkv", {"ratio": ratio}, SnapKV(ratio=ratio))
-
-
-def random_keep(ratio: float, seed: int = 3) -> Case:
-    knobs = {"ratio": ratio, "seed": seed}
-    return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
-
-
-def knorm(ratio: float, window: int, every: int) -> Case:
-    knobs = {"ratio": ratio, "window": window, "cut_every": every}
-    return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
-
-
-def fastkvzip(
-    ratio: float,
-    window: int,
-    every: int,
-    share: float = 0.02,
-    shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64),
-    decode_budget: int | None = None,
-) -> Case:
-    """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        gate = SinkGate(*shape).requires_grad_(False)
-        for weight in gate.parameters():
-            weight += 0.3 * torch.randn(weight.shape)
-    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
-    weights = dict(gate.state_dict())
-    rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, decode_budget=decode_budget)
-    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
-    knobs |= {} if decode_budget is None else {"decode_budget": decode_budget}
-    return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
-
-
-def write_gate(model_dir: Path, path: Path, gate: SinkGate) -> Path:
-    config = AutoConfig.from_pretrained(model_dir)
-    shape = SinkGateShape(hidden_size=config.hidden_size)
-    save_gate(path, gate, GateMetadata(model=ProfiledModel.of(config, "tiny"), gate=shape, source="test", date="-"))
-    return path
-
-
-def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
-    rule = HeteroCache(dict(profile), rho=rho, window=window)
-    knobs = {"rho": rho, "window": window, "host_gib": 0}  # with retrieval: drift_tools
-    return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
 
 
 # ---------------------------------------------------------------------------------------- engines

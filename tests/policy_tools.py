@@ -1,4 +1,4 @@
-"""HeteroCache on the head profile of `benchmarks.drift_model`, without a model."""
+"""Head profiles on disk and HeteroCache on them, for the shape of `benchmarks.drift_model`, without a model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ SLOT_GIB = 64 * 2 * 32 * 4 / 2**30
 """A host slot of this shape in float32."""
 
 
+def save_profile(folder: Path, profile: dict[str, Any] = PROFILE, settings: ProfileSettings | None = None) -> Path:
+    model = ProfiledModel(
+        name=SHAPE.name, fingerprint="", layers=LAYERS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=32
+    )
+    provenance = Provenance(source="made by hand for a test", date="2026-01-01", settings=settings)
+    path = folder / "profile.json"
+    HeadProfile(model=model, provenance=provenance, **profile).save(path)
+    return path
+
+
 def heterocache(
     folder: Path,
     profile: dict[str, Any] = PROFILE,
@@ -25,12 +35,8 @@ def heterocache(
     tensor_parallel: int = 1,
     **knobs: Any,
 ) -> HeteroCache:
-    model = ProfiledModel(
-        name=SHAPE.name, fingerprint="", layers=LAYERS, kv_heads=KV_HEADS, query_heads=QUERY_HEADS, head_dim=32
-    )
-    provenance = Provenance(source="made by hand for a test", date="2026-01-01", settings=settings)
-    HeadProfile(model=model, provenance=provenance, **profile).save(folder / "profile.json")
+    path = save_profile(folder, profile, settings)
     shape = replace(SHAPE, tensor_parallel=tensor_parallel)
-    policy = make_policy("heterocache", {"profile": str(folder / "profile.json"), **knobs}, shape)
+    policy = make_policy("heterocache", {"profile": str(path), **knobs}, shape)
     assert isinstance(policy, HeteroCache)
     return policy

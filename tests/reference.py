@@ -62,6 +62,10 @@ class Rule:
         """float32 [H, T] of a complete prompt at layer number `index`; higher is kept."""
         raise NotImplementedError
 
+    def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        """As `sees`, for what depends on the layer's gate as well: bool [H, n, T]."""
+        return self.sees(query_pos, key_pos).expand(len(layer.keep), -1, -1)
+
     def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of tokens that come in at layer number `index`, float32 [H, n].
 
@@ -187,114 +191,6 @@ class HeteroCache(Rule):
         return result
 
 
-@dataclass(frozen=True)
-class Knorm(Rule):
-    """All heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay."""
-
-    ratio: float = 0.5
-    window: int = 64
-    every: int = 2048
-    ranks: int = 1
-
-    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        return -key.float().pow(2).sum(-1).sqrt()
-
-    def limits(self, tokens: int) -> tuple[int, Fraction]:
-        """The window, and the share of what lies before it that is kept, of a prompt of `tokens`."""
-        wanted = Fraction(str(self.ratio)) * tokens
-        window = max(1, min(self.window, int(wanted)))
-        rest = tokens - window
-        return window, max(Fraction(0), (wanted - window) / rest) if rest else Fraction(0)
-
-    def cuts(self, tokens: int) -> list[int]:
-        return sorted({*range(self.every, tokens, self.every), tokens})
-
-    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
-        window, share = self.limits(tokens)
-        heads = layers[0].keep.shape[0]
-        judged = range(max(before - window, 0), max(length - window, 0))
-        safe = {t for start, end in self.protect for t in range(start, end)}
-        free = [(t, i, h) for t in judged if t not in safe for i in range(len(layers)) for h in range(heads)]
-        best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
-        for rank in range(self.ranks):
-            mine = [(t, i, h) for t, i, h in best if h * self.ranks // heads == rank]
-            for t, i, h in mine[int(share * len(mine)) :]:
-                layers[i].keep[h, t] = False
-
-
-@dataclass(frozen=True)
-class FastKVzip(Knorm):
-    """As Knorm, with a sink-attention gate on hidden states (Fast KVzip, section 3.2).
-
-    weights: of the gate, by name. projection [L, H, (G+1)*E, D]: a head's G queries, then its key; q_bias [L, H, G, E];
-    norm_q, norm_k [L, E]; sinks [L, H, S, E]; bias [L, H, G]. window_share: of prompts shorter than `every`.
-    """
-
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    window_share: float = 0.02
-    decode_budget: int | None = None
-
-    def watch(self, layers: list[Layer]) -> Watcher:
-        return Watcher() if self.decode_budget is None else DecodeEviction(self, layers)
-
-    def limits(self, tokens: int) -> tuple[int, Fraction]:
-        short = int(Fraction(str(self.window_share)) * tokens)
-        window = min(self.window, short) if tokens < self.every else self.window
-        return Knorm(self.ratio, window, self.every).limits(tokens)
-
-    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        w = {name: weight[index].float() for name, weight in self.weights.items()}
-        group, dim = w["q_bias"].shape[1:]
-
-        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-        scores = []
-        for head in range(len(w["projection"])):
-            parts = (hidden.float() @ w["projection"][head].T).split(dim, -1)  # G queries, then the key
-            own = norm(parts[group], w["norm_k"])
-            shares = []
-            for g in range(group):
-                query = norm(parts[g] + w["q_bias"][head, g], w["norm_q"])
-                itself = ((query * own).sum(-1) / dim**0.5 + w["bias"][head, g]).exp()
-                sinks = (query @ w["sinks"][head].T / dim**0.5).exp().sum(-1)
-                shares.append(itself / (itself + sinks))
-            scores.append(torch.stack(shares).mean(0))
-        return torch.stack(scores)
-
-
-class DecodeEviction(Watcher):
-    """Every 128 tokens the lowest scores go, whosever they are, until heads store `decode_budget` on average.
-
-    The first 4 tokens, the last 128 and protected ones are not looked at.
-    """
-
-    def __init__(self, rule: FastKVzip, layers: list[Layer]):
-        self.rule, self.layers = rule, layers
-        self.kept: dict[int, Positions] = {}  # after each cut, by the request's length
-
-    def after(self, length: int) -> None:
-        if length % 128:
-            return
-        self.cut(length)
-        self.kept[length] = [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]
-
-    def cut(self, length: int) -> None:
-        heads = self.layers[0].keep.shape[0]
-        safe = {t for start, end in self.rule.protect for t in range(start, end)}
-        safe |= {*range(4), *range(length - 128, length)}
-        for rank in range(self.rule.ranks):
-            mine = [h for h in range(heads) if h * self.rule.ranks // heads == rank]
-            pairs = [(i, h) for i in range(len(self.layers)) for h in mine]
-            stored = [(t, i, h) for t in range(length) for i, h in pairs if self.layers[i].keep[h, t]]
-            excess = len(stored) - max(self.rule.decode_budget, len(safe & set(range(length)))) * len(pairs)
-            loose = [(t, i, h) for t, i, h in stored if t not in safe]
-            # Of equal scores the later token goes, then the later head.
-            worst = sorted(reversed(loose), key=lambda one: float(self.layers[one[1]].gate[one[2], one[0]]))
-            for t, i, h in worst[: max(excess, 0)]:
-                self.layers[i].keep[h, t] = False
-
-
 def uniform_budget(tokens: int, ratio: float | None, budget_tokens: int | None) -> int:
     """The budget of one head: a share of the prompt (half of it by default) or a number; 1..tokens."""
     share = Fraction(str(0.5 if ratio is None else ratio))
@@ -380,6 +276,7 @@ class Replay:
     kept: what every decoding step's query saw, by the length of the request with that step's token.
     watcher: the rule's, after the (latest) prompt.
     kept_in_prompt: what was stored after each cut of the (latest) prompt, by its length then.
+    layers: all that was seen of the (latest) request.
     scores: float32 [L] x [H, T] behind kept_after_prompt, empty for rules that do not score. Two engines
         round differently: a token whose score ties with the cut up to rounding may fall on either side.
     """
@@ -391,6 +288,7 @@ class Replay:
     kept_in_prompt: dict[int, Positions] = field(default_factory=dict)
     kept: dict[int, Positions] = field(default_factory=dict)
     watcher: Watcher = field(default_factory=Watcher)
+    layers: list[Layer] = field(default_factory=list)
     scores: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -422,13 +320,13 @@ class State:
         layer.keep = torch.cat([layer.keep, stored], 1)
         layer.gate = torch.cat([layer.gate, self.rule.gate(index, key, hidden)], 1)
         position = torch.arange(layer.keys.shape[1])
-        sees = self.rule.sees(position[-new:], position)  # [n, T]
+        sees = self.rule.lets_through(layer, position[-new:], position)  # [H, n, T]
         outputs = []
         for query_head in range(query.shape[0]):
             head = query_head // (query.shape[0] // heads)
-            weights = masked_softmax(query[query_head], layer.keys[head], sees & layer.keep[head], scale)
+            weights = masked_softmax(query[query_head], layer.keys[head], sees[head] & layer.keep[head], scale)
             outputs.append(weights @ layer.values[head].float())
-        layer.keep &= sees[-1]
+        layer.keep &= sees[:, -1]
         return torch.stack(outputs, 1).to(query.dtype)
 
     def complete_prompt(self) -> list[torch.Tensor]:
@@ -510,7 +408,7 @@ class Reference:
             result.tokens.append(int(logits[-1].argmax()))
             sequence.append(next(forced, result.tokens[-1]))
         result.logits = torch.stack(logits)
-        result.kept_at_end = state.kept()
+        result.kept_at_end, result.layers = state.kept(), state.layers
         return result
 
     def _prompt(self, state: State, sequence: list[int], result: Replay) -> torch.Tensor:

@@ -89,7 +89,7 @@ def test_help_names_every_command(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         run_main(monkeypatch, "--help")
     assert caught.value.code == 0
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("serve", "policies", "profile", "plan", "check", "eval"))
+    assert all(command in shown for command in ("serve", "policies", "profile", "plan", "check", "eval", "view"))
 
 
 def test_serve_help_has_our_flags():

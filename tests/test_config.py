@@ -22,7 +22,7 @@ from vllm_kvplug.plugin import install_policy, lower
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
 
-SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32, name="tiny-llama")
+SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32, name="tiny-llama", rotary=(1.0,) * 16)
 
 Arguments = Callable[..., Any]
 
@@ -344,7 +344,7 @@ def test_a_flag_that_is_no_json_object(tiny_model_dir: Path, value: str, capsys:
 
 
 ARGUMENT_ERRORS = {
-    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "heterocache, random, snapkv, streaming"]),
+    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "random, snapkv, streaming"]),
     "unknown policy in additional_config": ({"additional_config": {"kv_policy": "nope"}}, ["--kv-policy nope"]),
     "unknown knob": ({"kv_policy": "snapkv", "kv_policy_config": {"sinks": 4}}, ["--kv-policy-config", "sinks"]),
     "knobs without a policy": ({"kv_policy_config": {"ratio": 0.5}}, ["--kv-policy-config needs --kv-policy"]),

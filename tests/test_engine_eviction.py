@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import fastkvzip, knorm
 from engine_tools import (
     Ask,
     Watch,
     check_logprobs,
     check_segments,
-    fastkvzip,
-    knorm,
     one_thread,  # noqa: F401
     scheduler,
     serve,
     tiny_engine,
     token_ids,
 )
-from reference import FastKVzip, Reference
+from reference import Reference
+from reference_gated import FastKVzip
 
 from vllm_kvplug.options import OptionError
 

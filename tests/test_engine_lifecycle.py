@@ -9,22 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import TWO_PIVOTS, Case, heterocache, snapkv, streaming
 from engine_tools import (
     KV_HEADS,
-    TWO_PIVOTS,
     Answer,
     Ask,
-    Case,
     Watch,
     check_kept,
     check_logprobs,
     check_segments,
     greedy,
-    heterocache,
     one_thread,  # noqa: F401
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import snapkv, streaming
 from engine_tools import (
     Ask,
     one_thread,  # noqa: F401
     scheduler,
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )

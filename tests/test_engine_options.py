@@ -26,8 +26,9 @@ from engine_tools import (
     tiny_engine,
     token_ids,
 )
-from reference import Full, Knorm, Reference, Rule, SnapKV
+from reference import Full, Reference, Rule, SnapKV
 from reference_drift import HeteroCacheDrift
+from reference_gated import Knorm
 
 from benchmarks.drift_model import make_model, write_profile
 from benchmarks.engine import used_blocks

@@ -10,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import TWO_PIVOTS, duo, expected_attention, fastkvzip, heterocache, knorm, random_keep, snapkv, streaming
 from engine_tools import (
-    TWO_PIVOTS,
     Ask,
-    fastkvzip,
     greedy,
-    heterocache,
-    knorm,
     one_thread,  # noqa: F401
-    random_keep,
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )
@@ -35,6 +29,8 @@ CASES = [
     streaming(4000),
     snapkv(1),
     random_keep(1),
+    duo(1),
+    expected_attention(1),
     knorm(1, 16, 100),
     fastkvzip(1, 16, 100),
     heterocache("two-pivots", TWO_PIVOTS, 1),

@@ -7,26 +7,30 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from engine_tools import (
+from cases import (
     TWO_PIVOTS,
     VOLATILE,
+    Case,
+    duo,
+    expected_attention,
+    fastkvzip,
+    heterocache,
+    knorm,
+    random_keep,
+    snapkv,
+    streaming,
+)
+from engine_tools import (
     Answer,
     Ask,
-    Case,
     Pinned,
     Snapshot,
     Watch,
     check_kept,
     check_logprobs,
     equal_up_to_ties,
-    fastkvzip,
-    heterocache,
-    knorm,
     one_thread,  # noqa: F401
-    random_keep,
     serve,
-    snapkv,
-    streaming,
     tiny_engine,
     token_ids,
 )
@@ -40,6 +44,9 @@ CASES = [
     snapkv(0.5),
     snapkv(0.3),
     random_keep(0.4),
+    duo(0.5),
+    expected_attention(0.4),
+    expected_attention(0.3, window=100),
     heterocache("two-pivots", TWO_PIVOTS, 0.6),
     heterocache("volatile", VOLATILE, 0.7, window=24),
     knorm(0.5, 16, 64),

@@ -21,6 +21,9 @@ INTEGERS = {
     "split_log2": "*i32",
     "blocks": "*i32",
     "positions": "*i32",
+    "chunk_scores": "*fp32",
+    "scores": "*fp32",
+    "threshold": "fp32",
     "free_chunks": "*i32",
     "left": "*i32",
     "place": "*i64",
@@ -44,9 +47,12 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
     return [
         (decode_attention._attend_kernel, {"HEADS": 8, **shape, "GROUP_PAD": 16, "BLOCK": keys, **PAGES}),
         (decode_attention._reduce_kernel, {"HEADS": 8, **shape}),
-        (
-            prefill_attention._prefill_attention_kernel,
-            {**shape, "QUERIES": 64, "KEYS": keys, "RING": True, **PAGES},
+        *(
+            (
+                prefill_attention._prefill_attention_kernel,
+                {**shape, "QUERIES": 64, "KEYS": keys, "RING": ring, "GATED": not ring, **PAGES},
+            )
+            for ring in (True, False)
         ),
     ]
 

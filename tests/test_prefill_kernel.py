@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @dataclass(frozen=True)
 class Case:
     """rows: tokens before the chunk and in it, of every request. ring: (sinks, window). cut: head n of a layer has
-    lost the last n * cut of its tokens before the chunk.
+    lost the last n * cut of its tokens before the chunk. gated: (window, sinks, threshold) of scores in [0, 1).
     """
 
     name: str
@@ -29,6 +29,7 @@ class Case:
     dim: int = 32
     ring: tuple[int, int] | None = None
     cut: int = 0
+    gated: tuple[int, int, float] | None = None
 
 
 CASES = [
@@ -39,6 +40,9 @@ CASES = [
     Case("wide", ((40, 30),), heads=1, group=2, dim=128),
     Case("ring", ((0, 90), (20, 50), (200, 70), (31, 3)), ring=(4, 28)),
     Case("heads-of-unlike-length", ((0, 9), (50, 70), (33, 1), (1100, 40)), heads=3, group=2, cut=16),
+    Case("gated", ((0, 90), (70, 50), (200, 70), (31, 1)), gated=(24, 0, 0.7)),
+    Case("gated-heads-of-unlike-length", ((0, 9), (150, 70)), heads=3, cut=16, gated=(40, 5, 0.4)),
+    Case("window-of-one", ((40, 20),), gated=(1, 0, 0.9)),
     Case("ring-without-sinks", ((100, 40),), ring=(0, 16)),
 ]
 
@@ -53,10 +57,11 @@ class Batch:
         limit = UNBOUNDED if case.ring is None else sum(case.ring)
         sinks = case.ring[0] if case.ring else 0
         blocks = [-(-(before + tokens) // 16) for before, tokens in case.rows]
-        sizes = TableSizes(len(case.rows), 2 * case.heads, 2048, sum(blocks) + 1)
+        sizes = TableSizes(len(case.rows), 2 * case.heads, 2048, sum(blocks) + 1, scored=True)
         self.tables = PageTables(sizes, DEVICE)
         pages = torch.full(((sum(blocks) + 1) * 2 * case.heads, 16, 2 * case.dim), NAN, dtype=dtype, device=DEVICE)
         self.pool = PagePool(pages)
+        self.scores: list[torch.Tensor] = []
         self.kv, ids = [], (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
         for slot, (before, tokens) in enumerate(case.rows):
             kv = torch.randn(before + tokens, case.heads, 2 * case.dim, generator=generator).to(DEVICE, dtype)
@@ -66,6 +71,10 @@ class Batch:
                 where = self.tables.extend(slot, row, 0, before, sinks, limit)[:, self.first_head :]
                 live = where >= 0
                 self.pool.put(where[live], kv[:before][live])
+            scores = torch.rand(before + tokens, case.heads, generator=generator).to(DEVICE)
+            self.scores.append(scores)
+            if before:
+                self.tables.set_scores(where, scores[:before])
             self.tables.extend(slot, row, before, before + tokens, sinks, limit)  # the chunk itself is not written yet
             if before:
                 self.tables.lengths[slot, self.first_head :] -= case.cut * torch.arange(case.heads, device=DEVICE)
@@ -74,19 +83,24 @@ class Batch:
             torch.full((total, n, case.dim), NAN, dtype=dtype, device=DEVICE)
             for n in (case.heads * case.group, case.heads, case.heads)
         )
+        self.chunk_scores = torch.full((total, case.heads), NAN, device=DEVICE)
         self.plan_rows, at = [], 3
         for slot, (before, tokens) in enumerate(case.rows):
             self.query[at : at + tokens] = torch.randn(
                 tokens, case.heads * case.group, case.dim, generator=generator
             ).to(DEVICE, dtype)
             self.key[at : at + tokens], self.value[at : at + tokens] = self.kv[slot][before:].chunk(2, -1)
+            self.chunk_scores[at : at + tokens] = self.scores[slot][before:]
             self.plan_rows.append((slot, at, tokens, before, min(before, limit)))
             at += tokens
         self.out = torch.full_like(self.query, NAN)
 
     def run(self) -> torch.Tensor:
-        from vllm_kvplug.kernels.prefill_attention import PrefillPlan, prefill_attention
+        from vllm_kvplug.kernels.prefill_attention import Admission, PrefillPlan, prefill_attention
 
+        gated = None
+        if self.case.gated:
+            gated = Admission(*self.case.gated, self.tables.positions, self.tables.scores, self.chunk_scores)
         plan = PrefillPlan(self.plan_rows, torch.device(DEVICE))
         prefill_attention(
             self.out,
@@ -101,6 +115,7 @@ class Batch:
             self.first_head,
             self.scale,
             self.case.ring,
+            gated,
         )
         return self.out
 
@@ -118,6 +133,10 @@ class Batch:
             for head in range(self.query.shape[1]):
                 lost = head // self.case.group * self.case.cut if before else 0
                 there = seen & ~((position >= before - lost) & (position < before))
+                if self.case.gated:
+                    window, sinks, threshold = self.case.gated
+                    score = self.scores[slot][:, head // self.case.group].cpu()
+                    there &= (distance < window) | (score > threshold) | (position < sinks)
                 k, v = keys[:, head // self.case.group], values[:, head // self.case.group]
                 scores = self.query[at : at + tokens, head].float().cpu() @ k.T * self.scale
                 expected[at : at + tokens, head] = scores.masked_fill(~there, -torch.inf).softmax(-1) @ v

@@ -20,6 +20,7 @@ from reference import (
     pick,
     share_out,
 )
+from reference_baselines import Duo
 from transformers import AutoModelForCausalLM
 
 LAYERS, HEADS, GROUP = 3, 2, 2
@@ -34,6 +35,7 @@ AFTER_PROMPT = [
     SnapKV(ratio=0.4, window=8),
     SnapKV(budget_tokens=20, window=4, kernel=3),
     RandomKeep(ratio=0.3, seed=3),
+    Duo([[0.3, 0.1], [0.2, 0.8], [0.9, 0.3]], retrieval=0.5, sinks=3, recent=8),
     HeteroCache(PROFILE, rho=0.6, min_tokens=4),
 ]
 

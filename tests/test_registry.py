@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from vllm_kvplug import cli
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.config import PolicyConfig
-from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, save_gate
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.gates.sink_gate import SinkGate
+from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.policies.registry import BUILT_IN, make_policy, policy_class, policy_from_json, policy_names
 from vllm_kvplug.policies.snapkv import SnapKV
 from vllm_kvplug.shape import ModelShape
 
-TP_SHAPE = ModelShape(layers=2, kv_heads=4, query_heads=12, head_dim=16, tensor_parallel=2, name="two ranks")
+TP_SHAPE = ModelShape(
+    layers=2, kv_heads=4, query_heads=12, head_dim=16, tensor_parallel=2, name="two ranks", rotary=(1.0,) * 8
+)
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_a_third_party_policy_by_entry_point(install):
     policy = make_policy("ends", {"ends": 3}, SHAPE)
     assert type(policy).__name__ == "Ends"
     assert policy.kept(5) == [[5, 5]] * 3 and policy.kept(100) == [[6, 6]] * 3
-    view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0)
+    view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0, torch.zeros(2, 20, 32))
     assert [t.tolist() for t in top_tokens(policy.score(view), [6, 6])] == [[0, 1, 2, 17, 18, 19]] * 2
     message = error_of(lambda: make_policy("ends", {"end": 3}, SHAPE))
     assert "--kv-policy-config for policy 'ends'" in message and "arena_gib, ends, host_gib" in message
@@ -115,10 +119,7 @@ def test_a_broken_policy_hides_no_other(install, monkeypatch: pytest.MonkeyPatch
 def test_unknown_names_list_the_known(install):
     install(ends="toy_policy:Ends")
     message = error_of(lambda: policy_class("nope"))
-    assert (
-        "--kv-policy nope" in message
-        and "ends, fastkvzip, heterocache, knorm, random, snapkv, streaming, synthetic" in message
-    )
+    assert "--kv-policy nope" in message and ", ".join(sorted([*BUILT_IN, "ends"])) in message
 
 
 def test_a_policy_of_a_lowered_configuration():
@@ -135,10 +136,15 @@ def test_a_policy_of_a_lowered_configuration():
 def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]]]:
     """Configurations of every built-in policy: its defaults where they work, and its extremes."""
     profile = str(save_profile(tmp_path / "profile.json", full_heads=2, shape=shape))
-    gate = str(save_sink_gate(tmp_path / "gate.safetensors", shape))
+    gate, write = str(save_sink_gate(tmp_path / "gate.safetensors", shape)), str(tmp_path / "write.safetensors")
+    metadata = GateMetadata(model=ProfiledModel.of_shape(shape), gate=WriteGateShape(hidden=8), source="test", date="-")
+    save_gate(write, WriteGate(shape.layers, shape.kv_heads, shape.head_dim, 8), metadata)
     return {
+        "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
+        "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
         "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
         "knorm": [{}, {"ratio": 0.001, "window": 1, "cut_every": 16}, {"ratio": 1}, {"window": 10_000}],
+        "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],
@@ -153,14 +159,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
 
 def save_sink_gate(path: Path, shape: ModelShape) -> Path:
     group = shape.query_heads // shape.kv_heads
-    model = ProfiledModel(
-        name="test",
-        fingerprint=shape.fingerprint,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        query_heads=shape.query_heads,
-        head_dim=shape.head_dim,
-    )
+    model = ProfiledModel.of_shape(shape)
     metadata = GateMetadata(model=model, gate=SinkGateShape(hidden_size=24), source="test", date="-")
     save_gate(path, SinkGate(shape.layers, shape.kv_heads, group, 24), metadata)
     return path
@@ -192,6 +191,9 @@ def check_cuts(policy: Policy[Any]) -> None:
     """What is kept of a prompt in the end is its ratio, up to a token of each cut, and what is always kept."""
     for n in [*range(1, 70), 500, 1024, 15_999, 16_000, 50_001]:
         cuts, heads, kept = policy.cuts(n), 6, 0
+        if policy.local is not None:
+            assert cuts.admitted(n, heads) == int(Fraction(str(policy.config.cap)) * max(n - cuts.window, 0) * heads)
+            continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
         lengths = [cut for cut in {cuts.next(m) for m in range(n)}]
         for cut in lengths:
@@ -214,7 +216,7 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
         window = min(policy.query_window, tokens)
         generator = torch.Generator().manual_seed(tokens)
         queries, keys = torch.randn(window, 6, 16, generator=generator), torch.randn(2, tokens, 16, generator=generator)
-        scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25))
+        scores = policy.score(PromptView(queries, keys, 1, TP_SHAPE.rank_heads(1), 0.25, torch.randn_like(keys)))
         assert scores.shape == (2, tokens) and scores.dtype == torch.float32
         assert not scores.isnan().any()
 
@@ -228,7 +230,7 @@ def check_gate(policy: Policy[Any], tokens: int) -> None:
         gate, part = policy.make_gate(heads, torch.float32, torch.device("cpu")), slice(heads.start, heads.stop)
         rows = gate.rows(1)
         assert (0 if rows is None else len(rows)) == policy.gate_columns(len(heads))
-        return gate.score(1, keys[:, part], None if rows is None else hidden @ rows.T)
+        return gate.score(1, keys[:, part], torch.arange(tokens), None if rows is None else hidden @ rows.T)
 
     found = scores(TP_SHAPE.rank_heads(1))
     assert found.shape == (tokens, 2) and found.dtype == torch.float32 and not found.isnan().any()
@@ -238,13 +240,13 @@ def check_gate(policy: Policy[Any], tokens: int) -> None:
 def test_random_scores_are_those_of_the_global_head(tmp_path: Path):
     """Ranks and replicas agree whatever slice of the heads they hold."""
     policy = make_policy("random", {"seed": 4}, TP_SHAPE)
-    whole = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 1, range(4), 1.0))
+    whole = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 1, range(4), 1.0, torch.zeros(4, 9, 16)))
     for rank in range(2):
         heads = TP_SHAPE.rank_heads(rank)
-        part = policy.score(PromptView(torch.empty(0), torch.zeros(2, 9, 16), 1, heads, 1.0))
+        part = policy.score(PromptView(torch.empty(0), torch.zeros(2, 9, 16), 1, heads, 1.0, torch.zeros(2, 9, 16)))
         assert torch.equal(part, whole[heads.start : heads.stop])
     assert len({tuple(row.tolist()) for row in whole}) == 4
-    other = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 0, range(4), 1.0))
+    other = policy.score(PromptView(torch.empty(0), torch.zeros(4, 9, 16), 0, range(4), 1.0, torch.zeros(4, 9, 16)))
     assert not torch.equal(other, whole)
 
 
@@ -252,7 +254,8 @@ def test_random_scores_are_those_of_the_global_head(tmp_path: Path):
 def test_snapkv_keeps_its_window(budget: int):
     """The newest tokens come first, whatever the votes; below the window only the newest of them fit."""
     policy = make_policy("snapkv", {"budget_tokens": budget, "window": 8}, SHAPE)
-    scores = policy.score(PromptView(torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9, 0, range(2), 1.0))
+    queries, keys = torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9
+    scores = policy.score(PromptView(queries, keys, 0, range(2), 1.0, keys))
     for chosen in top_tokens(scores, [budget, budget]):
         recent = min(budget, 8)
         assert chosen[-recent:].tolist() == list(range(60 - recent, 60))

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import fastkvzip, snapkv
 from drift_tools import knobs, rule
-from engine_tools import ROUNDING, Answer, Ask, fastkvzip, serve, snapkv, tiny_engine, token_ids
+from engine_tools import (
+    ROUNDING,
+    Answer,
+    Ask,
+    serve,
+    tiny_engine,
+    token_ids,
+)
 from reference import Reference, Rule
 
 from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS, make_model, write_profile

@@ -73,7 +73,7 @@ def main() -> None:
         sys.argv[0] = "vllm"
         return serve()
     from vllm_kvplug.calibrate import command as profile
-    from vllm_kvplug.commands import check, evaluate, plan
+    from vllm_kvplug.commands import check, evaluate, plan, view
     from vllm_kvplug.gates import command as gates
 
     parser = argparse.ArgumentParser(prog="kvplug", description="KV-cache policies for vLLM, per attention head.")
@@ -105,6 +105,9 @@ def main() -> None:
     scoring = commands.add_parser("eval", help="score policies on tasks, with the memory they keep")
     evaluate.add_arguments(scoring)
     scoring.set_defaults(run=evaluate.run)
+    viewing = commands.add_parser("view", help="show what a policy kept of one prompt, as an HTML page")
+    view.add_arguments(viewing)
+    viewing.set_defaults(run=view.run)
     args: Any = parser.parse_args()
     try:
         args.run(args)

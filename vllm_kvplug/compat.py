@@ -22,6 +22,7 @@ from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
 from vllm_kvplug.options import OptionError
 from vllm_kvplug.policies.registry import policy_from_json
+from vllm_kvplug.rotary import rotary_angles
 from vllm_kvplug.shape import ModelShape
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def model_shape(vllm_config: Any) -> ModelShape:
         tensor_parallel=parallel.tensor_parallel_size,
         fingerprint=model_fingerprint(model.hf_text_config),
         name=str(model.model),
+        rotary=rotary_angles(model.hf_text_config),
     )
 
 
@@ -232,6 +234,36 @@ class HeldMemory:
         """Tokens that requests' blocks had room for, relative to the tokens they had; NaN if none was seen."""
         room, tokens = (sum(column) for column in zip(*self._seen.values(), strict=True)) if self._seen else (0, 0)
         return room / tokens if tokens else math.nan
+
+
+class OneRequest:
+    """The only request of an engine in this process, and the worker's state, between steps."""
+
+    def __init__(self, llm: Any):
+        core = llm.llm_engine.engine_core.engine_core
+        self._scheduler = core.scheduler
+        self.runtime: Runtime = core.model_executor.driver_worker.worker.runtime
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of it that are in the cache; None once it has ended."""
+        request = next(iter(self._scheduler.requests.values()), None)
+        return None if request is None else request.num_computed_tokens
+
+    @property
+    def used_blocks(self) -> int:
+        """Of vLLM's pool, without its null block."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+
+
+def versions(llm: Any) -> dict[str, str]:
+    """Of everything that an engine's numbers may depend on."""
+    from vllm_kvplug import __version__
+
+    dtype = str(llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
+    installed = {"vllm_kvplug": __version__, "vllm": version(), "torch": torch.__version__}
+    return {**installed, "device": platform(), "dtype": dtype}
 
 
 def version() -> str:

@@ -13,7 +13,7 @@ import torch
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
 from vllm_kvplug.placement.tables import TableSizes
-from vllm_kvplug.plan import Cuts, PagePlan, ceil_div
+from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.shape import PAGE, ModelShape
 
@@ -171,5 +171,6 @@ def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:
-    """A cut of a prompt looks at what came in since the last one's window; while decoding, at everything."""
-    return most if cuts.decode else min(cuts.every + cuts.window, most)
+    """A cut of a prompt looks at what came in since the last one's window; while decoding, or at a cap, at everything."""
+    uncapped = isinstance(cuts, AdmissionCuts) and cuts.share == 1
+    return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most

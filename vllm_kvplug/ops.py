@@ -172,6 +172,7 @@ def prefill_attention(
     first_head: int,
     scale: float,
     ring: tuple[int, int] | None,
+    admission: tuple[Any, ...] | None = None,
 ) -> None:
     """Attention of prompt chunks over what their heads store and, causally, over themselves. CUDA only.
 
@@ -182,13 +183,18 @@ def prefill_attention(
         plan: the `prefill_plan` of the rows.
         first_head: the layer's heads are first_head ... first_head + H - 1.
         ring: (sinks, window) that bound what a query sees, and in whose order heads store tokens; or None.
+        admission: (window, sinks, threshold, positions, scores, chunk_scores) where a query sees beyond its window only
+            tokens that scored above the threshold: positions int32 and scores float32 [pages, 16] of stored tokens,
+            chunk_scores float32 [tokens, H]; or None.
 
     Raises:
         ValueError: a last dimension that is not contiguous.
     """
+    from vllm_kvplug.kernels.prefill_attention import Admission
     from vllm_kvplug.kernels.prefill_attention import prefill_attention as run
 
-    run(out, query, key, value, pool, directory, chunks, lengths, plan, first_head, scale, ring)
+    seen = Admission(*admission) if admission else None
+    run(out, query, key, value, pool, directory, chunks, lengths, plan, first_head, scale, ring, seen)
 
 
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:

@@ -218,6 +218,22 @@ class Cuts:
         return sum(max(min(b, end) - max(a, start), 0) for a, b in self.protect)
 
 
+@dataclass(frozen=True)
+class AdmissionCuts(Cuts):
+    """Of a request whose heads store what a gate lets through, behind a local window of `window` tokens.
+
+    What is stored after a cut is an upper bound: of the tokens that have left the window, heads together keep at most
+    `share`.
+    """
+
+    def stored(self, cut: int, before: int, heads: int) -> int:
+        return min(before, min(cut, self.window) * heads + self.admitted(cut, heads))
+
+    def admitted(self, cut: int, heads: int) -> int:
+        """Most tokens that `heads` heads together store beside their windows, after a cut."""
+        return int(self.share * max(cut - self.window, 0) * heads)
+
+
 @dataclass
 class _Timeline:
     """A request's cuts as far as they were asked for: lengths, tokens stored after each, and row entries at each."""

@@ -18,6 +18,7 @@ from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.memory import Charges, Geometry, charges
 from vllm_kvplug.plan import PagePlan, largest
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.rotary import rotary_angles
 from vllm_kvplug.shape import ModelShape
 
 H100_PROGRAMS = 8 * 132
@@ -144,7 +145,8 @@ def model_shape(config: Any, name: str, tensor_parallel: int) -> ModelShape:
         raise PolicyError(
             f"--tensor-parallel {tensor_parallel} does not divide {query_heads} query heads and {kv_heads} KV heads"
         )
-    return ModelShape(layers, kv_heads, query_heads, head_dim, tensor_parallel, model_fingerprint(text), name)
+    fingerprint, rotary = model_fingerprint(text), rotary_angles(text)
+    return ModelShape(layers, kv_heads, query_heads, head_dim, tensor_parallel, fingerprint, name, rotary)
 
 
 def weight_bytes(model: str, config: Any, dtype: torch.dtype) -> int:

@@ -13,7 +13,8 @@ class ModelShape:
     """Attention geometry of a model, counted over all tensor-parallel ranks.
 
     `kv_heads` and `query_heads` are per layer; `fingerprint` identifies the architecture
-    (see `calibrate.profile.model_fingerprint`) so that a profile finds its model.
+    (see `calibrate.profile.model_fingerprint`) so that a profile finds its model. `rotary`: by how much a position
+    turns each pair (i, i + head_dim / 2) of a query or key; empty if that is not how this model's positions work.
     """
 
     layers: int
@@ -23,6 +24,7 @@ class ModelShape:
     tensor_parallel: int = 1
     fingerprint: str = ""
     name: str = ""
+    rotary: tuple[float, ...] = ()
 
     @property
     def heads(self) -> int:

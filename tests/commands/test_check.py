@@ -132,10 +132,14 @@ def test_ops_that_cannot_be_built(outcome: Any, monkeypatch: pytest.MonkeyPatch)
     assert status == 1 and "could not be built" in found["compiled ops"]["detail"]
 
 
-@pytest.mark.parametrize("name", ["streaming", "snapkv", "random", "heterocache"])
+@pytest.mark.parametrize("name", ["streaming", "snapkv", "random", "duo", "heterocache"])
 def test_budgets_that_hold_everything(name: str, tmp_path: Path):
     model = parity.make_model(tmp_path / "model")
-    given = {"snapkv": {"budget_tokens": 9, "window": 3}, "streaming": {"window": 9, "sinks": 2}}.get(name, {})
+    given = {
+        "snapkv": {"budget_tokens": 9, "window": 3},
+        "streaming": {"window": 9, "sinks": 2},
+        "duo": {"gates": "of-another-model.tsv"},
+    }.get(name, {})
     knobs = parity.whole(name, given, model)
     policy = make_policy(name, knobs, ModelShape(layers=2, kv_heads=2, query_heads=4, head_dim=32))
     assert policy.plan().kept(parity.MAX_LEN) == [[parity.MAX_LEN] * 2] * 2

@@ -6,7 +6,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vllm_kvplug.gates import train_write
 from vllm_kvplug.gates.backbone import attention_replaced
-from vllm_kvplug.gates.rotary import Rotary
 from vllm_kvplug.gates.train_write import (
     WriteTraining,
     evaluate,
@@ -22,6 +21,7 @@ from vllm_kvplug.gates.train_write import (
 )
 from vllm_kvplug.gates.training import Checkpoint
 from vllm_kvplug.gates.write_gate import WriteGate
+from vllm_kvplug.rotary import Rotary
 
 TOKENS, WINDOW, GROUP = 48, 6, QUERY_HEADS // HEADS
 

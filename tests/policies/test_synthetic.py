@@ -48,7 +48,7 @@ def test_a_budget_below_the_full_heads():
 
 def test_scores_are_the_same_on_every_rank():
     keys = torch.zeros(4, 300, 64)
-    whole = policy().score(PromptView(torch.zeros(0, 16, 64), keys, 3, range(4), 1.0))
-    half = policy().score(PromptView(torch.zeros(0, 8, 64), keys[2:], 3, range(2, 4), 1.0))
+    whole = policy().score(PromptView(torch.zeros(0, 16, 64), keys, 3, range(4), 1.0, keys))
+    half = policy().score(PromptView(torch.zeros(0, 8, 64), keys[2:], 3, range(2, 4), 1.0, keys[2:]))
     assert torch.equal(whole[2:], half) and whole.dtype == torch.float32
     assert len(whole.unique()) > 1000  # few ties

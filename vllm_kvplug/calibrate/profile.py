@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_kvplug.shape import ModelShape
+
 Role = Literal["anchor", "volatile", "pivot", "satellite"]
 ROLES: tuple[Role, ...] = ("anchor", "volatile", "pivot", "satellite")
 FULL_ROLES = ("pivot", "volatile")
@@ -57,6 +59,17 @@ class ProfiledModel(_Frozen):
             kv_heads=kv_heads,
             query_heads=query_heads,
             head_dim=head_dim,
+        )
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape) -> "ProfiledModel":
+        return cls(
+            name=shape.name or "model",
+            fingerprint=shape.fingerprint,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            query_heads=shape.query_heads,
+            head_dim=shape.head_dim,
         )
 
 

@@ -24,9 +24,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vllm_kvplug.gates.backbone import attention_replaced
 from vllm_kvplug.gates.files import Frozen
-from vllm_kvplug.gates.rotary import Rotary
 from vllm_kvplug.gates.training import Checkpoint, History, run_steps, samples
 from vllm_kvplug.gates.write_gate import WriteGate
+from vllm_kvplug.rotary import Rotary
 
 SMALLEST = 1e-3
 """Gates are clamped to this while training: a token is never quite out of sight, so its gate gets a gradient."""

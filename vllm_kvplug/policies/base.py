@@ -41,6 +41,18 @@ class Ring:
 
 
 @dataclass(frozen=True)
+class LocalWindow:
+    """Heads see their last `tokens` tokens, and of older ones those that the gate scored above `threshold`.
+
+    sinks: first tokens that count as such whatever their score.
+    """
+
+    tokens: int
+    threshold: float
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
 class PromptView:
     """What a scorer sees of one layer when a prompt is complete.
 
@@ -48,6 +60,7 @@ class PromptView:
         first; window is the policy's `query_window`, or the whole prompt where that is shorter.
     keys: [KV heads of the rank, tokens, head_dim], after RoPE.
     layer: index of the layer. heads: global index of each KV head of the rank. scale: softmax scale.
+    values: as keys.
     """
 
     queries: torch.Tensor
@@ -55,6 +68,7 @@ class PromptView:
     layer: int
     heads: range
     scale: float
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -93,11 +107,14 @@ class Gate(Protocol):
     def rows(self, layer: int) -> torch.Tensor | None:
         """[gate_columns, hidden size]: `score` wants its product with what enters the layer's attention; or None."""
 
-    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+    def score(
+        self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
+    ) -> torch.Tensor:
         """Higher is kept: float32 [tokens, KV heads].
 
-        key: the layer's new keys [tokens, KV heads, d], after RoPE. projected: [tokens, gate_columns]. Runs inside
-        captured graphs: no host synchronisation, and shapes that follow from those of its arguments alone.
+        key: the layer's new keys [tokens, KV heads, d], after RoPE. position: of the tokens, int64 [tokens].
+        projected: [tokens, gate_columns]. Runs inside captured graphs: no host synchronisation, and shapes that follow
+        from those of its arguments alone.
         """
 
 
@@ -108,8 +125,9 @@ class Policy(ABC, Generic[ConfigT]):
     (eviction). A class that overrides `kept` has it cut once, when it is complete: every head keeps the
     `kept(n)[layer][head]` tokens that `score` ranks highest. A class that overrides `cuts` and `make_gate` has it cut
     as it comes in, and its heads share one budget: the tokens that the gate scored highest stay, whichever heads they
-    are of. Decoded tokens are kept. With a `retrieval`, satellites that were cut get other prompt tokens back from
-    the host later (offload).
+    are of. With a `local` window as well (admission) the gate's threshold decides what is seen and stored beyond it,
+    and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that were
+    cut get other prompt tokens back from the host later (offload).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -119,6 +137,7 @@ class Policy(ABC, Generic[ConfigT]):
     Config: ClassVar[type[PolicyConfig]] = PolicyConfig
     uses_host_tier: ClassVar[bool] = False
     ring: Ring | None = None
+    local: LocalWindow | None = None
     query_window: int = 0
     retrieval: Retrieval | None = None
     options: RequestOptions = RequestOptions()
@@ -193,7 +212,7 @@ class Policy(ABC, Generic[ConfigT]):
         return self if options == self.options else _for_request(self, options)
 
     def _for_request(self, options: RequestOptions) -> Self:
-        if self.ring is not None:
+        if self.ring is not None or self.local is not None:
             raise OptionError(f"policy '{self.name}' has one ring for all: remove {', '.join(KEYS)}")
         asked = 1.0 if options.off else options.budget
         if asked is not None and asked > self.config.max_request_budget:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -58,7 +57,9 @@ class HiddenGate:
     def rows(self, layer: int) -> torch.Tensor:
         return self._gate.rows(layer, self._heads).to(self._dtype).contiguous()
 
-    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+    def score(
+        self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
+    ) -> torch.Tensor:
         assert projected is not None
         return self._gate.score_projected(layer, projected, self._heads).T
 
@@ -79,18 +80,6 @@ class FastKVzip(Policy[FastKVzipConfig]):
             )
         self._gate_shape = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
 
-    @cached_property
-    def _model(self) -> ProfiledModel:
-        shape = self.shape
-        return ProfiledModel(
-            name=shape.name or "model",
-            fingerprint=shape.fingerprint,
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            query_heads=shape.query_heads,
-            head_dim=shape.head_dim,
-        )
-
     def cuts(self, prompt_len: int) -> Cuts:
         config = self.config
         short = prompt_len < config.cut_every
@@ -101,7 +90,7 @@ class FastKVzip(Policy[FastKVzipConfig]):
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         assert self.path is not None
-        gate, _ = load_gate("fastkvzip", self.path, self._model)
+        gate, _ = load_gate("fastkvzip", self.path, ProfiledModel.of_shape(self.shape))
         return HiddenGate(gate.to(device), slice(heads.start, heads.stop), dtype)
 
     def gate_columns(self, heads: int) -> int:

@@ -10,18 +10,16 @@ this gives it to the other compressed heads and never leaves a head empty.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped
 from vllm_kvplug.components.allocators import water_fill
 from vllm_kvplug.components.scorers import prompt_attention, smooth
-from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, explain, share_of
+from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, PoolWidth, share_of
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Cluster, Policy, PromptView, Retrieval
+from vllm_kvplug.policies.profiles import load_profile
 from vllm_kvplug.quant.higgs import MAX_GROUP
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
@@ -78,7 +76,7 @@ class HeteroCache(Policy[HeteroCacheConfig]):
     def __init__(self, config: HeteroCacheConfig, shape: ModelShape):
         super().__init__(config, shape)
         self.query_window = config.window
-        self.profile = load_profile(config.profile, shape)
+        self.profile = load_profile(self.name, config.profile, shape)
         self.retrieval = self._retrieval() if config.host_gib else None
         self.check_budget()
 
@@ -145,26 +143,3 @@ class HeteroCache(Policy[HeteroCacheConfig]):
     def summary(self) -> str:
         p = self.profile
         return f"{super().summary()}, full heads={p.num_full}/{self.shape.heads} (profile of {p.model.name})"
-
-
-def load_profile(path: str | None, shape: ModelShape) -> HeadProfile:
-    """The profile at `path`, or the shipped one of this architecture; PolicyError if it does not fit."""
-    found = Path(path) if path else find_shipped(shape.fingerprint)
-    advice = f'run `kvplug profile MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"profile": "OUT.json"}}\''
-    if found is None:
-        raise PolicyError(f"heterocache has no shipped head profile for {shape.name or 'this model'}: {advice}.")
-    try:
-        profile = HeadProfile.load(found)
-    except OSError as error:
-        raise PolicyError(f"heterocache: cannot read the profile in {CONFIG_FLAG}: {error}") from None
-    except ValueError as error:
-        reason = explain(error) if isinstance(error, ValidationError) else error
-        raise PolicyError(f"heterocache: {found}, the profile in {CONFIG_FLAG}, is no head profile: {reason}") from None
-    made_for = (profile.model.layers, profile.model.kv_heads, profile.model.query_heads, profile.model.head_dim)
-    needed = (shape.layers, shape.kv_heads, shape.query_heads, shape.head_dim)
-    if made_for != needed:
-        raise PolicyError(
-            f"heterocache: profile {found} was made for {profile.model.name} with (layers, KV heads, query heads, "
-            f"head dim) = {made_for}; {shape.name or 'this model'} has {needed}. For this model, {advice}."
-        )
-    return profile

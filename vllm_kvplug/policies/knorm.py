@@ -24,7 +24,9 @@ class NormGate:
     def rows(self, layer: int) -> None:
         return None
 
-    def score(self, layer: int, key: torch.Tensor, projected: torch.Tensor | None) -> torch.Tensor:
+    def score(
+        self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
+    ) -> torch.Tensor:
         return -key.float().norm(dim=-1)
 
 

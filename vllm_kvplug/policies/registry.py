@@ -16,6 +16,8 @@ from vllm_kvplug.shape import ModelShape
 ENTRY_POINT_GROUP = "vllm_kvplug.policies"
 
 BUILT_IN = {
+    "duo": "vllm_kvplug.policies.duo:Duo",
+    "expected_attention": "vllm_kvplug.policies.expected_attention:ExpectedAttention",
     "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
@@ -23,6 +25,7 @@ BUILT_IN = {
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
+    "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
 }
 
 

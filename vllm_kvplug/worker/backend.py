@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvplug import compat, ops
 from vllm_kvplug.shape import PAGE
-from vllm_kvplug.worker.attention import chunk_attention
+from vllm_kvplug.worker.attention import Gated, chunk_attention
 from vllm_kvplug.worker.runtime import Runtime
 from vllm_kvplug.worker.step import PrefillRow, Step
 
@@ -123,12 +123,12 @@ class HeadPageImpl(AttentionImpl):
         first = index * self.num_kv_heads
         place = step.place[:, first : first + self.num_kv_heads]
         # Prompt chunks read what the request stored before this step, so they attend before anything is written.
-        self._attend_chunks(step, first, query, key, value, output)
         tokens = step.tokens
+        scores = runtime.scores(index, key[:tokens], step.position)
+        self._attend_chunks(step, first, query, key, value, scores, output)
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
-        if runtime.gate:
-            projected = None if runtime.projected is None else runtime.projected[:tokens]
-            runtime.tables.set_scores(place, runtime.gate.score(index, key[:tokens], projected))
+        if scores is not None:
+            runtime.tables.set_scores(place, scores)
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             tables = runtime.tables
@@ -157,6 +157,7 @@ class HeadPageImpl(AttentionImpl):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        scores: torch.Tensor | None,
         output: torch.Tensor,
     ) -> None:
         runtime, ring = self.runtime, self.runtime.policy.ring
@@ -164,21 +165,36 @@ class HeadPageImpl(AttentionImpl):
         if step.prefill_plan is not None:
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
             where = (runtime.pool.pages, tables.directory, tables.chunks, tables.lengths, step.prefill_plan)
-            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
+            local, admission = runtime.policy.local, None
+            if local is not None:
+                admission = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, scores)
+            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds, admission)
             return
         for row in step.prefill:
             chunk = row.tokens
-            stored = self._stored(row, first) if row.stored else None
-            output[chunk] = chunk_attention(query[chunk], key[chunk], value[chunk], stored, row.start, ring, self.scale)
+            slots, counts = self._stored(row, first)
+            stored = (*runtime.pool.gather(slots), counts) if row.stored else None
+            gated = None if scores is None else self._gated(slots, scores[chunk], step.position[chunk])
+            given = query[chunk], key[chunk], value[chunk], stored
+            output[chunk] = chunk_attention(*given, row.start, ring, self.scale, gated)
 
-    def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K and V of a layer's heads before this step, each [KV heads, most, d], and how many tokens each head has."""
-        tables, pool = self.runtime.tables, self.runtime.pool
-        assert tables is not None and pool is not None
+    def _gated(self, slots: torch.Tensor, scores: torch.Tensor, position: torch.Tensor) -> Gated | None:
+        """slots [KV heads, stored]; scores [tokens, KV heads] and position [tokens] of the chunk."""
+        local, tables = self.runtime.policy.local, self.runtime.tables
+        assert tables is not None
+        if local is None:
+            return None
+        before = tables.positions.view(-1)[slots].long()
+        stored = (tables.scores.view(-1)[slots] > local.threshold) | (before < local.sinks)
+        return Gated(local.tokens, before, stored, (scores.T > local.threshold) | (position < local.sinks))
+
+    def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token slots of a layer's heads before this step [KV heads, most], and how many tokens each head has."""
+        tables = self.runtime.tables
+        assert tables is not None
         heads = torch.arange(first, first + self.num_kv_heads)
         counts = torch.full((self.num_kv_heads,), row.stored)
         if self.runtime.policy.ring is None:  # heads may have been cut unlike; their lengths count the chunk already
             counts = tables.lengths[row.slot, heads].long() - (row.end - row.start)
         most = torch.arange(int(counts.max()))
-        slots = tables.locate(row.slot, heads[:, None], torch.minimum(most, counts[:, None] - 1))
-        return *pool.gather(slots), counts
+        return tables.locate(row.slot, heads[:, None], torch.minimum(most, counts[:, None] - 1)), counts

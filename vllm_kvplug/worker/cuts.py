@@ -87,10 +87,14 @@ class Cutter:
         order = torch.sort(keep, dim=1, descending=True, stable=True).indices
         stays = torch.arange(stored.shape[1], device=stored.device) < kept[:, None]
         source = torch.where(stays, stored.gather(1, order), stored)
+        self._move(source, stored)
+        return kept
+
+    def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy tokens between token slots [heads, tokens], with their positions and scores; -1 to -1 is nothing."""
         for layer in range(self.geometry.layers):  # a layer's tokens at a time: they are read before they are written
             rows = slice(layer * self.geometry.kv_heads, (layer + 1) * self.geometry.kv_heads)
-            self.pool.copy_tokens(source[rows].flatten().clamp_min(0), stored[rows].flatten().clamp_min(0))
+            self.pool.copy_tokens(source[rows].flatten().clamp_min(0), target[rows].flatten().clamp_min(0))
         for of_tokens in (self.tables.positions, self.tables.scores):
             flat = of_tokens.view(-1)  # its last entries are nobody's
-            flat[stored] = flat[source]
-        return kept
+            flat[target] = flat[source]

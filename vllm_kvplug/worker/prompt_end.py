@@ -46,8 +46,8 @@ class PromptEnd:
         heads = torch.arange(first, first + self.geometry.kv_heads, device=device)
         everything = torch.arange(length, device=device)
         stored = self.tables.locate(request.slot, heads[:, None], everything)
-        keys, _ = self.pool.gather(stored)
-        view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale)
+        keys, values = self.pool.gather(stored)
+        view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale, values)
         scores = request.policy.score(view)
         if request.policy.options.protect:
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # a copy, and nothing ties with what follows

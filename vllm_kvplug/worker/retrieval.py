@@ -68,7 +68,11 @@ class Counters:
 
 
 class Retriever:
-    """The host tier of one rank at work for its requests."""
+    """The host tier of one rank at work for its requests.
+
+    on_check: is told of every concluded check the request's length at it, the length at which what it fetches lands,
+    and which clusters that is for.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class Retriever:
         self.host, self.staging, self.lane, self.peers = tiers.host, tiers.staging, tiers.lane, tiers.peers
         self.drift = DriftCheck(retrieval, geometry, queries, pool, tables)
         self.counters = Counters()
+        self.on_check: Callable[[int, int, list[int]], None] = lambda length, due, clusters: None
         self._held_back: deque[tuple[Flight, Callable[[], None], int]] = deque()
 
     # ---- beginning and end
@@ -192,6 +197,7 @@ class Retriever:
         budgets = {c: self._budgets(request, c) for c in triggered}
         size = sum(sum(b.values()) for b in budgets.values()) * self.host.codec.token_bytes
         due = check.length + max(self.retrieval.land_after, ceil_div(size, self._limit))
+        self.on_check(check.length, due, triggered)
         for cluster in triggered:
             order = self._share_order(request, cluster, own.get(cluster), max(budgets[cluster].values(), default=0))
             if cluster in own:

@@ -21,6 +21,7 @@ from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker.admission import Admitter
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
@@ -54,11 +55,12 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
+        self.decode_ring = self.policy.local.tokens if self.policy.local else self.ring_tokens
         self.sinks = self.policy.ring.sinks if self.policy.ring else 0
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
-        self._due: list[tuple[LiveRequest, int]] = []
+        self._due: list[tuple[LiveRequest, int, int]] = []
         self._make_gate()
         self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
         retrieval = self.policy.retrieval
@@ -92,9 +94,12 @@ class Runtime:
         self.tables = PageTables(g.table_sizes(blocks, self.policy), self.device)
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
+        self._position = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self.prompt_end = PromptEnd(g, self.pool, self.tables)
-        self.cutter = Cutter(g, self.pool, self.tables)
+        local = self.policy.local
+        self.cutter = Cutter(g, self.pool, self.tables) if local is None else None
+        self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
@@ -122,13 +127,17 @@ class Runtime:
         query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
         new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
         nobody = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.ring_tokens, self._place[:1])
+        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
         one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
         if one_token is not None:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
             where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
+            local, gated = self.policy.local, None
+            if local is not None:
+                chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
+                gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
@@ -171,12 +180,13 @@ class Runtime:
         """The metadata of a warm-up, profiling or capture batch: nothing is read or written."""
         if self.pool is None:
             nothing = torch.empty(0, dtype=torch.int64)
-            return Step(0, nothing.int(), nothing, nothing.expand(0, self.geometry.heads))
+            return Step(0, nothing.int(), nothing, nothing.expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
         decode_rows = rows if rows == tokens else 0
         self._plan_decode(decode_rows)
-        return Step(decode_rows, self._row_slot[:rows], self._phase[:rows], self._place[:tokens])
+        tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
+        return Step(decode_rows, *tables)
 
     def prepare(
         self,
@@ -196,8 +206,8 @@ class Runtime:
         """
         assert self.tables is not None
         rows = [self.live[request_id] for request_id in request_ids]
-        self._note_cuts(rows, lengths, block_rows)
         counts = [query_starts[i + 1] - query_starts[i] for i in range(len(rows))]
+        self._note_cuts(rows, counts, lengths, block_rows)
         decode_rows = next((i for i, count in enumerate(counts) if count != 1), len(rows))
         if decode_rows == len(rows):  # a captured graph may replay it with padding rows
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
@@ -212,7 +222,10 @@ class Runtime:
             self._phase[:decode_rows] = phase
             last = device_lengths[:decode_rows].long() - 1
             places = self._place[:decode_rows]
-            self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.ring_tokens, places)
+            self._position[:decode_rows] = last
+            if self.admitter:
+                self.admitter.promote(on_device, block_rows[:decode_rows], last)
+            self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.decode_ring, places)
             self._plan_decode(decode_rows)
         prefill = tuple(
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
@@ -224,17 +237,21 @@ class Runtime:
             self._row_slot[:decode_rows],
             self._phase[:decode_rows],
             self._place[:padded_tokens],
+            self._position[:padded_tokens],
             prefill,
             ops.prefill_plan(described, self.device),
         )
 
-    def _note_cuts(self, rows: Sequence[LiveRequest], lengths: Sequence[int], block_rows: torch.Tensor) -> None:
-        """Remember which requests this step brings to a length at which they are cut."""
-        for i, (request, length) in enumerate(zip(rows, lengths, strict=True)):
+    def _note_cuts(
+        self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
+    ) -> None:
+        """Remember which requests there is something to do for after this step, and what it computes of them."""
+        for i, (request, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
             if isinstance(request.plan, SharedPlan):
                 request.row = block_rows[i : i + 1]
-                if request.plan.cuts_of(request.prefill_end).next(length - 1) == length:
-                    self._due.append((request, length))
+                cut = request.plan.cuts_of(request.prefill_end).next(length - 1) == length
+                if cut or (self.admitter and count > 1):
+                    self._due.append((request, length - count, length))
 
     def _plan_decode(self, rows: int) -> None:
         """Divide the work of the decode rows, once for all layers; their slots and lengths are final."""
@@ -257,8 +274,11 @@ class Runtime:
                     self._end_prompt(request, layer, queries)
             elif length > request.prefill_end - self.policy.query_window:
                 self.windows.keep_last(request.slot, length - 1, request.prefill_end)
-        for request, length in self._due:
-            self.cutter.cut(request, length)
+        for request, start, length in self._due:
+            if self.admitter:
+                self.admitter.finish(request, start, length)
+            elif self.cutter:
+                self.cutter.cut(request, length)
         self._decoding, self._due = [], []
         self.in_step = False
 
@@ -284,9 +304,18 @@ class Runtime:
         request.row = row
         place = self.tables.extend(request.slot, row, start, end, self.sinks, self.ring_tokens)
         self._place[tokens] = place
+        if self.gate:
+            self._position[tokens] = torch.arange(start, end, device=self.device)
         finishing = request.cut_at_end and end == request.prefill_end
         stored = min(start, self.ring_tokens)
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
+
+    def scores(self, layer: int, key: torch.Tensor, position: torch.Tensor) -> torch.Tensor | None:
+        """What the gate thinks of a layer's new tokens, float32 [tokens, KV heads]; None without a gate."""
+        if self.gate is None:
+            return None
+        projected = None if self.projected is None else self.projected[: len(key)]
+        return self.gate.score(layer, key, position, projected)
 
     def record_decodes(self, step: Step, layer: int, query: torch.Tensor) -> None:
         """Keep what scorers and drift checks need of the decode rows' queries. Safe inside a captured graph."""

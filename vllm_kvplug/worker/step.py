@@ -36,12 +36,14 @@ class Step:
     phase: int64 [decode_rows], the place of each row's query in the window of the next drift check.
     prefill_plan: the `ops.prefill_plan` of the prefill rows.
     place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
+    position: int64 [tokens], in their sequences; of padding anything.
     """
 
     decode_rows: int
     row_slot: torch.Tensor
     phase: torch.Tensor
     place: torch.Tensor
+    position: torch.Tensor
     prefill: tuple[PrefillRow, ...] = ()
     prefill_plan: Any = None
 

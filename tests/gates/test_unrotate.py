@@ -7,7 +7,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.gates.rotary import Rotary, unrotate
+from vllm_kvplug.rotary import Rotary, unrotate
 
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 4095, 100_000])
 SCALINGS = {

@@ -1,4 +1,4 @@
-"""The inverse of a model's rotary embedding: keys as they were before RoPE, from keys as the cache holds them."""
+"""Rotary positions as a model's config describes them, and keys as they were before RoPE."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Rotary:
         model_type, parameters = hf_config.model_type, getattr(hf_config, "rope_parameters", None) or {}
         if model_type not in ROTATE_HALVES:
             raise PolicyError(
-                f"wgkv: keys of model type '{model_type}' cannot be un-rotated: how its rotary embedding pairs "
+                f"keys of model type '{model_type}' cannot be un-rotated: how its rotary embedding pairs "
                 f"dimensions is only known for {', '.join(sorted(ROTATE_HALVES))}"
             )
         if "rope_theta" not in parameters:
-            raise PolicyError("wgkv: the model's config has no single rope_theta, its layers rotate differently")
+            raise PolicyError("the model's config has no single rope_theta, its layers rotate differently")
         kind = parameters.get("rope_type", "default")
         if kind not in FIXED_SCALINGS:
             raise PolicyError(
-                f"wgkv: rope_type '{kind}' rotates by angles that depend on a request's length; keys can be un-rotated "
+                f"rope_type '{kind}' rotates by angles that depend on a request's length; keys can be un-rotated "
                 f"for {', '.join(FIXED_SCALINGS)}"
             )
         if kind != "default":
@@ -76,3 +76,13 @@ class Rotary:
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """keys [..., tokens, d] at positions [tokens] -> keys before RoPE, float32."""
         return unrotate(keys, *self.cos_sin(positions))
+
+
+def rotary_angles(hf_config: Any) -> tuple[float, ...]:
+    """Radians per position of each pair (i, i + head_dim / 2); empty where positions work otherwise."""
+    try:
+        rotary = Rotary.of(hf_config)
+    except PolicyError:
+        return ()
+    whole = 2 * len(rotary.frequencies) == kv_shape(hf_config)[3] and rotary.factor == 1
+    return tuple(rotary.frequencies.tolist()) if whole else ()

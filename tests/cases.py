@@ -1,0 +1,148 @@
+"""Policies for tests: as the engine is told of them, and the same as rules of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_tools import KV_HEADS, LAYERS
+from reference import HeteroCache, RandomKeep, Rule, SnapKV, Streaming
+from reference_baselines import Duo, ExpectedAttention
+from reference_gated import WGKV, FastKVzip, Knorm
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
+from vllm_kvplug.gates.sink_gate import SinkGate
+from vllm_kvplug.gates.write_gate import WriteGate
+from vllm_kvplug.tiny import head_profile
+
+
+def write_gate(model_dir: Path, path: Path, gate: SinkGate | WriteGate) -> Path:
+    config = AutoConfig.from_pretrained(model_dir)
+    shape: Any = SinkGateShape(hidden_size=config.hidden_size)
+    if isinstance(gate, WriteGate):
+        shape = WriteGateShape(hidden=gate.b1.shape[-1])
+    save_gate(path, gate, GateMetadata(model=ProfiledModel.of(config, "tiny"), gate=shape, source="test", date="-"))
+    return path
+
+
+@dataclass(frozen=True)
+class Case:
+    """A policy as the engine is told of it, and the same as a rule of the reference."""
+
+    name: str
+    policy: str
+    knobs: Mapping[str, Any]
+    rule: Rule
+    profile: Mapping[str, Any] | None = None
+    gate: SinkGate | WriteGate | None = None
+
+    def arguments(self, model_dir: Path, folder: Path) -> dict[str, Any]:
+        """Keyword arguments of the engine. A head profile or a gate is written to `folder`."""
+        knobs = dict(self.knobs)
+        if self.gate is not None:
+            knobs["gate"] = str(write_gate(model_dir, folder / f"{self.name}.safetensors", self.gate))
+        if self.profile is not None:
+            path = folder / f"{self.name}.json"
+            head_profile(model_dir, path, **self.profile)
+            knobs["profile"] = str(path)
+        return {"kv_policy": self.policy, "kv_policy_config": knobs}
+
+
+TWO_PIVOTS = {
+    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "anchor"]],
+    "weights": [[-1.0, 0.37], [1.83, -1.0], [0.71, 1.09]],
+}
+VOLATILE = {  # at rho 0.7 the satellite of layer 1 earns more than the prompt and is clipped to it
+    "roles": [["pivot", "satellite"], ["satellite", "pivot"], ["anchor", "volatile"]],
+    "weights": [[-1.0, 0.13], [2.6, -1.0], [0.27, -1.0]],
+}
+
+
+def streaming(window: int, sinks: int = 4) -> Case:
+    knobs = {"window": window, "sinks": sinks}
+    return Case(f"streaming-{window}", "streaming", knobs, Streaming(sinks=sinks, window=window))
+
+
+def snapkv(ratio: float) -> Case:
+    return Case(f"snapkv-{ratio}", "snapkv", {"ratio": ratio}, SnapKV(ratio=ratio))
+
+
+def random_keep(ratio: float, seed: int = 3) -> Case:
+    knobs = {"ratio": ratio, "seed": seed}
+    return Case(f"random-{ratio}", "random", knobs, RandomKeep(ratio=ratio, seed=seed))
+
+
+ANGLES = [10_000 ** (-i / 16) for i in range(16)]
+"""Of the tiny model's rotary positions."""
+
+
+def expected_attention(ratio: float, window: int = 512) -> Case:
+    knobs = {"ratio": ratio, "window": window}
+    rule = ExpectedAttention(ANGLES, ratio=ratio, window=window)
+    return Case(f"expected-{ratio}-{window}", "expected_attention", knobs, rule)
+
+
+GATES = [[0.2, 0.9], [0.9, 0.1], [0.0, 0.4]]
+
+
+def duo(retrieval: float, sinks: int = 20, recent: int = 40) -> Case:
+    """Heads by a profile whose weights are GATES in another unit."""
+    knobs = {"retrieval": retrieval, "sinks": sinks, "recent": recent}
+    mean = sum(map(sum, GATES)) / (LAYERS * KV_HEADS)
+    weights = [[gate / mean for gate in layer] for layer in GATES]
+    profile = {"roles": [["anchor"] * KV_HEADS] * LAYERS, "weights": weights}
+    return Case(f"duo-{retrieval}", "duo", knobs, Duo(GATES, **knobs), profile)
+
+
+def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int = 1) -> Case:
+    rule = HeteroCache(dict(profile), rho=rho, window=window)
+    knobs = {"rho": rho, "window": window, "host_gib": 0}  # with retrieval: drift_tools
+    return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
+
+
+def knorm(ratio: float, window: int, every: int) -> Case:
+    knobs = {"ratio": ratio, "window": window, "cut_every": every}
+    return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
+
+
+def fastkvzip(
+    ratio: float,
+    window: int,
+    every: int,
+    share: float = 0.02,
+    shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64),
+    decode_budget: int | None = None,
+) -> Case:
+    """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        gate = SinkGate(*shape).requires_grad_(False)
+        for weight in gate.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
+    weights = dict(gate.state_dict())
+    rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, decode_budget=decode_budget)
+    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
+    knobs |= {} if decode_budget is None else {"decode_budget": decode_budget}
+    return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
+
+
+def wgkv(model: Path, **fields: Any) -> Case:
+    """A gate of random weights that lets a part through, and the rule that it makes."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        gate = WriteGate(LAYERS, KV_HEADS, 32, 16).requires_grad_(False)
+        for weight in gate.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    gate.w1.copy_(gate.w1.bfloat16())  # as files hold it
+    weights = load_file(model / "model.safetensors")
+    keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(LAYERS)]
+    rule = WGKV(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
+    knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
+    return Case(f"wgkv-{rule.window}-{rule.cap}", "wgkv", knobs, rule, gate=gate)

@@ -1,0 +1,193 @@
+"""Rules with a gate that scores every token once, when it comes in: shared budgets, eviction, admission.
+
+As `tests/reference.py`: slow, and written from the descriptions of the policies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from reference import Layer, Positions, Rule, Watcher
+
+
+@dataclass(frozen=True)
+class Knorm(Rule):
+    """All heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay."""
+
+    ratio: float = 0.5
+    window: int = 64
+    every: int = 2048
+    ranks: int = 1
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return -key.float().pow(2).sum(-1).sqrt()
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        """The window, and the share of what lies before it that is kept, of a prompt of `tokens`."""
+        wanted = Fraction(str(self.ratio)) * tokens
+        window = max(1, min(self.window, int(wanted)))
+        rest = tokens - window
+        return window, max(Fraction(0), (wanted - window) / rest) if rest else Fraction(0)
+
+    def cuts(self, tokens: int) -> list[int]:
+        return sorted({*range(self.every, tokens, self.every), tokens})
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        window, share = self.limits(tokens)
+        heads = layers[0].keep.shape[0]
+        judged = range(max(before - window, 0), max(length - window, 0))
+        safe = {t for start, end in self.protect for t in range(start, end)}
+        free = [(t, i, h) for t in judged if t not in safe for i in range(len(layers)) for h in range(heads)]
+        best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
+        for rank in range(self.ranks):
+            mine = [(t, i, h) for t, i, h in best if h * self.ranks // heads == rank]
+            for t, i, h in mine[int(share * len(mine)) :]:
+                layers[i].keep[h, t] = False
+
+
+@dataclass(frozen=True)
+class FastKVzip(Knorm):
+    """As Knorm, with a sink-attention gate on hidden states (Fast KVzip, section 3.2).
+
+    weights: of the gate, by name. projection [L, H, (G+1)*E, D]: a head's G queries, then its key; q_bias [L, H, G, E];
+    norm_q, norm_k [L, E]; sinks [L, H, S, E]; bias [L, H, G]. window_share: of prompts shorter than `every`.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    window_share: float = 0.02
+    decode_budget: int | None = None
+
+    def watch(self, layers: list[Layer]) -> Watcher:
+        return Watcher() if self.decode_budget is None else DecodeEviction(self, layers)
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        short = int(Fraction(str(self.window_share)) * tokens)
+        window = min(self.window, short) if tokens < self.every else self.window
+        return Knorm(self.ratio, window, self.every).limits(tokens)
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        w = {name: weight[index].float() for name, weight in self.weights.items()}
+        group, dim = w["q_bias"].shape[1:]
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        scores = []
+        for head in range(len(w["projection"])):
+            parts = (hidden.float() @ w["projection"][head].T).split(dim, -1)  # G queries, then the key
+            own = norm(parts[group], w["norm_k"])
+            shares = []
+            for g in range(group):
+                query = norm(parts[g] + w["q_bias"][head, g], w["norm_q"])
+                itself = ((query * own).sum(-1) / dim**0.5 + w["bias"][head, g]).exp()
+                sinks = (query @ w["sinks"][head].T / dim**0.5).exp().sum(-1)
+                shares.append(itself / (itself + sinks))
+            scores.append(torch.stack(shares).mean(0))
+        return torch.stack(scores)
+
+
+class DecodeEviction(Watcher):
+    """Every 128 tokens the lowest scores go, whosever they are, until heads store `decode_budget` on average.
+
+    The first 4 tokens, the last 128 and protected ones are not looked at.
+    """
+
+    def __init__(self, rule: FastKVzip, layers: list[Layer]):
+        self.rule, self.layers = rule, layers
+        self.kept: dict[int, Positions] = {}  # after each cut, by the request's length
+
+    def after(self, length: int) -> None:
+        if length % 128:
+            return
+        self.cut(length)
+        self.kept[length] = [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]
+
+    def cut(self, length: int) -> None:
+        heads = self.layers[0].keep.shape[0]
+        safe = {t for start, end in self.rule.protect for t in range(start, end)}
+        safe |= {*range(4), *range(length - 128, length)}
+        for rank in range(self.rule.ranks):
+            mine = [h for h in range(heads) if h * self.rule.ranks // heads == rank]
+            pairs = [(i, h) for i in range(len(self.layers)) for h in mine]
+            stored = [(t, i, h) for t in range(length) for i, h in pairs if self.layers[i].keep[h, t]]
+            excess = len(stored) - max(self.rule.decode_budget, len(safe & set(range(length)))) * len(pairs)
+            loose = [(t, i, h) for t, i, h in stored if t not in safe]
+            # Of equal scores the later token goes, then the later head.
+            worst = sorted(reversed(loose), key=lambda one: float(self.layers[one[1]].gate[one[2], one[0]]))
+            for t, i, h in worst[: max(excess, 0)]:
+                self.layers[i].keep[h, t] = False
+
+
+@dataclass(frozen=True)
+class WGKV(Rule):
+    """Heads see a local window, and of what lies before it the tokens that a gate scored above tau (WG-KV, section 3).
+
+    weights: of the gate, by name: norm_pre, norm_rope [L, d]; w1 [L, H, m, 2d]; b1 [L, H, m]; w2 [L, H, m]; b2 [L, H].
+    key_weights: the model's, [L] x [H * d, D]: keys before RoPE are taken from there. cap: the share of what lies
+    before the window that heads may keep together; they are held to it every `every` tokens of a prompt, at its end,
+    and every 128 tokens of an answer.
+    """
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    key_weights: list[torch.Tensor] = field(default_factory=list)
+    window: int = 256
+    tau: float = 0.1
+    sinks: int = 0
+    cap: float = 1.0
+    every: int = 2048
+    ranks: int = 1
+
+    def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
+        distance = query_pos[:, None] - key_pos
+        admitted = (layer.gate > self.tau) | (key_pos < self.sinks)
+        return (distance >= 0) & ((distance < self.window) | admitted[:, None])
+
+    def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        w = {name: weight[index] for name, weight in self.weights.items()}
+        heads, _, dim = key.shape
+        before = (hidden @ self.key_weights[index].T).view(-1, heads, dim).transpose(0, 1)
+
+        def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+        scores = []
+        for head in range(heads):
+            x = torch.cat([norm(before[head], w["norm_pre"]), norm(key[head], w["norm_rope"])], 1)
+            inner = x @ w["w1"][head].T + w["b1"][head]
+            inner = 0.5 * inner * (1 + torch.erf(inner / 2**0.5))
+            scores.append(1 / (1 + (-(inner @ w["w2"][head] + w["b2"][head])).exp()))
+        return torch.stack(scores)
+
+    def cuts(self, tokens: int) -> list[int]:
+        return sorted({*range(self.every, tokens, self.every), tokens})
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        """Drop the lowest scores of what was admitted, if it is more than the cap allows."""
+        old, heads = range(max(length - self.window, 0)), layers[0].keep.shape[0]
+        for rank in range(self.ranks):
+            pairs = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
+            admitted = [(t, i, h) for t in old for i, h in pairs if layers[i].keep[h, t]]
+            most = int(Fraction(str(self.cap)) * len(old) * len(pairs))
+            best = sorted(
+                admitted, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]) if one[0] >= self.sinks else -9.0
+            )
+            for t, i, h in best[most:]:
+                layers[i].keep[h, t] = False
+
+    def watch(self, layers: list[Layer]) -> Watcher:
+        return Capped(self, layers)
+
+
+class Capped(Watcher):
+    """Holds a decoding request to its cap."""
+
+    def __init__(self, rule: WGKV, layers: list[Layer]):
+        self.rule, self.layers = rule, layers
+        self.kept: dict[int, Positions] = {}  # after each cut, by the request's length
+
+    def after(self, length: int) -> None:
+        if length % 128 == 0:
+            self.rule.cut(self.layers, 0, length, length)
+            self.kept[length] = [[row.nonzero().flatten().tolist() for row in layer.keep] for layer in self.layers]

@@ -1,0 +1,101 @@
+"""WG-KV: a gate on keys decides which tokens outlive the local window; the others are never written for long.
+
+2512.17452, sections 3 and 4, and the authors' code: admitted is what scores strictly more than tau.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+from pydantic import Field
+
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.gates.files import WriteGateShape, find_shipped_gate, load_gate, read_metadata
+from vllm_kvplug.gates.write_gate import WriteGate
+from vllm_kvplug.plan import AdmissionCuts, Cuts, DecodeCuts
+from vllm_kvplug.policies.base import Gate, LocalWindow, Policy
+from vllm_kvplug.rotary import Rotary
+from vllm_kvplug.shape import ModelShape
+
+DECODE_EVERY = 128
+"""Decoded tokens between two looks at whether a request has admitted more than it may."""
+
+
+class WGKVConfig(PolicyConfig):
+    gate: str | None = Field(
+        default=None, description="File of `kvplug train-gate wgkv`. Default: the shipped gate of this architecture."
+    )
+    tau: float | None = Field(
+        default=None, ge=0, le=1, description="Admit what scores more. Default: what the gate was trained for."
+    )
+    window: int | None = Field(
+        default=None, ge=1, description="Last tokens that heads see whatever the gate says. Default: the gate's."
+    )
+    sinks: int = Field(default=0, ge=0, description="First tokens that are admitted whatever the gate says.")
+    cap: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Most of the tokens beyond the window that heads may admit on average; where the gate wants more, "
+        "its lowest scores give way. Blocks are planned for this, so only a cap below 1 saves any.",
+    )
+    cut_every: int = Field(
+        default=2048, ge=16, description="Prompt tokens between two looks at the cap; fewer take less memory meanwhile."
+    )
+
+
+class KeyGate:
+    """The write gate of one rank's heads, on keys before and after RoPE."""
+
+    def __init__(self, gate: WriteGate, rotary: Rotary, heads: slice):
+        self._gate, self._rotary, self._heads = gate, rotary, heads
+
+    def rows(self, layer: int) -> None:
+        return None
+
+    def score(
+        self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
+    ) -> torch.Tensor:
+        rotated = key.transpose(0, 1)  # [heads, tokens, d]
+        return self._gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
+
+
+class WGKV(Policy[WGKVConfig]):
+    """A local window, and behind it what the write gate admitted, promoted when it leaves the window."""
+
+    name = "wgkv"
+    Config = WGKVConfig
+
+    def __init__(self, config: WGKVConfig, shape: ModelShape):
+        super().__init__(config, shape)
+        self.path = Path(config.gate) if config.gate else find_shipped_gate("wgkv", shape.fingerprint)
+        if self.path is None:
+            raise PolicyError(
+                f"wgkv has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate wgkv "
+                f'MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
+            )
+        if not shape.rotary:
+            raise PolicyError(
+                "wgkv reads keys as they were before RoPE, and does not know how "
+                f"{shape.name or 'this model'} turned them: choose another --kv-policy"
+            )
+        trained = read_metadata("wgkv", self.path, shape.fingerprint).gate
+        assert isinstance(trained, WriteGateShape)
+        window = trained.window if config.window is None else config.window
+        self.local = LocalWindow(window, trained.tau if config.tau is None else config.tau, config.sinks)
+
+    def cuts(self, prompt_len: int) -> Cuts:
+        assert self.local is not None
+        decode = DecodeCuts(DECODE_EVERY, budget=0, sinks=self.local.sinks, recent=self.local.tokens)
+        cap = Fraction(str(self.config.cap))
+        return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode)
+
+    def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
+        assert self.path is not None
+        gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
+        rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
+        return KeyGate(gate.to(device), rotary, slice(heads.start, heads.stop))

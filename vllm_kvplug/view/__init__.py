@@ -1,0 +1,1 @@
+"""What a policy did to one request, as a page to look at."""

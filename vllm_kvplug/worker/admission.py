@@ -1,0 +1,95 @@
+"""Admission behind a local window: a ring of every head's last tokens, and what a gate let out of it (WG-KV).
+
+A head stores its window first, the token at position p at index p % window, and behind it what was admitted, in order
+of position. Prompt chunks are written behind all of that and put in their places when the step is over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_kvplug.components.allocators import top_shared
+from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.plan import AdmissionCuts, SharedPlan
+from vllm_kvplug.policies.base import LocalWindow
+from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.requests import LiveRequest
+
+if TYPE_CHECKING:
+    from vllm_kvplug.memory import Geometry
+
+
+class Admitter(Cutter):
+    """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation."""
+
+    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, local: LocalWindow):
+        super().__init__(geometry, pool, tables)
+        self.local = local
+
+    def promote(self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> None:
+        """Before rows of one token, whose positions are `position`: save what each is about to overwrite, if admitted.
+
+        slots int64 [R], -1 for padding; rows int32 [R, blocks]; position int64 [R].
+        """
+        window, tables = self.local.tokens, self.tables
+        victim = torch.where(slots < 0, 0, position % window)
+        heads = torch.arange(self.geometry.heads, device=slots.device)
+        where = tables.locate(slots.clamp_min(0)[:, None], heads, victim[:, None].expand(-1, len(heads)))
+        leaving = (position - window)[:, None]
+        keep = self._admitted(tables.scores.view(-1)[where], leaving) & (leaving >= 0)
+        source, target = tables.promote(slots, rows, victim, keep)
+        self.pool.copy_tokens(source.flatten().clamp_min(0), target.flatten().clamp_min(0))
+        flat = tables.scores.view(-1)  # its last entries are nobody's
+        flat[target] = flat[source]
+
+    def finish(self, request: LiveRequest, start: int, end: int) -> None:
+        """After a step that computed the tokens [start, end): settle a chunk; at a cut, hold the request to its cap."""
+        plan, prompt = request.plan, request.prefill_end
+        assert isinstance(plan, SharedPlan) and request.row is not None
+        cuts = plan.cuts_of(prompt)
+        assert isinstance(cuts, AdmissionCuts)
+        lengths = self.tables.lengths[request.slot].long()
+        if end - start > 1:
+            lengths = self._settle(request, start, end, lengths)
+        before, after = plan.held(prompt, end)
+        cut = cuts.next(end - 1) == end
+        if cut and cuts.share < 1:
+            lengths = self._limit(request, end, lengths, cuts.admitted(end, self.geometry.heads))
+        entries = plan.row_entries(prompt, end)
+        pages = self.tables.shrink(request.slot, request.row, lengths, entries, after if cut else before, end)
+        self.pool.copy_pages(*pages)
+
+    def _settle(self, request: LiveRequest, start: int, end: int, lengths: torch.Tensor) -> torch.Tensor:
+        """Put a chunk's tokens in their places: into the ring, behind it if admitted, or nowhere. New lengths."""
+        window, device = self.local.tokens, lengths.device
+        ring, new_ring = min(start, window), min(end, window)
+        behind = lengths[:, None] - (end - start)  # where the chunk begins
+        position = torch.arange(start - ring, end, device=device)
+        index = torch.where(position < start, position % window, behind + position - start)
+        where = self._locate(request, index)
+        leaves = position < end - window
+        keep = self._admitted(self.tables.scores.view(-1)[where], position) & leaves
+        place = behind - ring + new_ring + keep.cumsum(1) - 1
+        target = self._locate(request, torch.where(leaves, place.clamp_min(0), position % window))
+        moves = keep | ~leaves
+        self._move(torch.where(moves, where, -1), torch.where(moves, target, -1))
+        return behind[:, 0] - ring + new_ring + keep.sum(1)
+
+    def _limit(self, request: LiveRequest, end: int, lengths: torch.Tensor, most: int) -> torch.Tensor:
+        """Drop the lowest scores of what was admitted until heads together store `most` such tokens. New lengths."""
+        ring = min(end, self.local.tokens)
+        if end == ring:
+            return lengths
+        index = torch.arange(ring, end, device=lengths.device)
+        there = index < lengths[:, None]
+        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
+        scores = self.tables.scores.view(-1)[where]
+        scores = scores.masked_fill(self.tables.positions.view(-1)[where] < self.local.sinks, torch.inf)
+        keep = top_shared(scores.masked_fill_(~there, -torch.inf), most) & there
+        return ring + self._compact(where, keep)
+
+    def _admitted(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return (scores > self.local.threshold) | (position < self.local.sinks)
