@@ -171,6 +171,6 @@ def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:
-    """A cut of a prompt looks at what came in since the last one's window; while decoding, or at a cap, at everything."""
+    """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
     uncapped = isinstance(cuts, AdmissionCuts) and cuts.share == 1
     return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most
