@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from policy_tools import SLOT_GIB, heterocache
 
 from vllm_kvplug.door import check_request, longest_request
 from vllm_kvplug.options import OptionError, RequestOptions
+from vllm_kvplug.plan import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.policies.knorm import Knorm, KnormConfig
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
 
@@ -116,3 +119,23 @@ def test_longest_request_is_the_last_that_passes(policy: Policy[Any], slots: int
     policy = type(policy)(policy.config.model_copy(update={"host_gib": slots * SLOT_GIB}), policy.shape)
     fitting = [n for n in range(1, most + 1) if policy.host_slots(n) <= slots]
     assert longest_request(policy, most, FLOAT32) == max(fitting, default=0)
+
+
+class Evicting(Knorm):
+    """As knorm, and evicts while decoding: most requests need less than a dense one of the maximum length."""
+
+    def cuts(self, prompt_len: int) -> Cuts:
+        return replace(super().cuts(prompt_len), decode=DecodeCuts(128, 256, 4, 128))
+
+
+@pytest.mark.parametrize("options", [{"kvplug.off": True}, {"kvplug.budget": 1.0}, {"kvplug.protect": [0, 900]}])
+def test_options_that_need_more_blocks_than_there_are(options: dict[str, Any]):
+    """Such a request would wait for ever, and all others behind it."""
+    policy = Evicting(KnormConfig(ratio=0.2, cut_every=128), ModelShape(2, 2, 4, 32))
+    blocks = policy.plan().peak_blocks(1024) + 1
+    check_request(policy, None, 1000, 1024, FLOAT32, blocks)
+    with pytest.raises(OptionError, match=f"needs 6[0-9] blocks of the KV cache, which has {blocks - 1}: lower"):
+        check_request(policy, options, 1000, 1024, FLOAT32, blocks)
+    check_request(policy, options, 1000, 1024, FLOAT32, 66)
+    check_request(policy, options, 1000, 1024, FLOAT32)  # not known yet
+    check_request(policy, {"kvplug.budget": 0.1}, 1000, 1024, FLOAT32, blocks)

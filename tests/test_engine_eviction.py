@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cases import fastkvzip
+from cases import fastkvzip, knorm
 from engine_tools import (
     Ask,
     Watch,
@@ -18,6 +21,9 @@ from engine_tools import (
     token_ids,
 )
 from reference import Reference
+from reference_gated import FastKVzip
+
+from vllm_kvplug.options import OptionError
 
 BUDGET = 256
 HEADS = 6
@@ -76,3 +82,81 @@ def test_preempted_requests(tiny_model_dir: Path, reference: Reference, tmp_path
     assert sum(answer.preemptions for answer in answers) > 0
     for ask, answer in zip(asks, answers, strict=True):
         check_segments(reference, case.rule, ask.prompt, answer.tokens, watch.admitted[answer.request_id])
+
+
+@pytest.mark.parametrize(
+    "case, more",
+    [
+        (knorm(0.01, 1, 16), ()),  # the share is 0: of every prompt its last token
+        (knorm(0.3, 5, 17), ()),  # cuts that do not lie at full pages
+        (fastkvzip(0.4, 40, 200, decode_budget=BUDGET), (256, 384)),  # a prompt ends where answers are cut
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_lengths_around_cuts(
+    case: Any, more: tuple[int, ...], tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Prompts of a few tokens, at cuts and beside them, with answers of one token and of more."""
+    lengths, answer = [1, 2, 3, 16, 17, 33, 49, 130, *more], 140 if more else 9
+    asks = [Ask(token_ids(n, 1), t, i, sampling=EVERYTHING) for n in lengths for i, t in enumerate((1, answer))]
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = Watch(llm, integrity=True)
+        answers = serve(llm, asks)
+        assert_idle(llm)
+        manager = scheduler(llm)._head_pages
+        entries = manager.kv_cache_spec.max_num_blocks_per_req(scheduler(llm).vllm_config, 2048)
+        assert entries == manager.policy.plan().most_entries(2048)
+    for ask, found in zip(asks, answers, strict=True):
+        replay = reference.replay(ask.prompt, case.rule, ask.tokens)
+        check_logprobs(found, replay)
+        cut = [s for s in watch.snapshots[found.request_id] if s.length in replay.kept_in_prompt]
+        assert cut and all(s.kept == replay.kept_in_prompt[s.length] for s in cut)
+
+
+@dataclass(frozen=True)
+class Protecting(FastKVzip):
+    protect: tuple[tuple[int, int], ...] = ()
+
+
+PROTECTED = [
+    (200, ((0, 64),)),  # two whole cuts
+    (200, ((32, 96), (100, 200))),
+    (201, ((0, 201),)),
+    (300, ((0, 300),)),  # more than decode_budget
+    (65, ((30, 34), (63, 65))),  # across a cut, and the window
+]
+
+
+def test_protected_ranges(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    case = fastkvzip(0.2, 8, 32, share=0.0, decode_budget=BUDGET)
+
+    def sampling(ranges: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
+        return {**EVERYTHING, "extra_args": {"kvplug.protect": [list(one) for one in ranges]}}
+
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = Watch(llm, snapshots=False, integrity=True)
+        answers = serve(llm, [Ask(token_ids(n, 2), 150, sampling=sampling(ranges)) for n, ranges in PROTECTED])
+        assert_idle(llm)
+        assert watch.admitted.keys() == {answer.request_id for answer in answers}
+    given = {f.name: getattr(case.rule, f.name) for f in fields(case.rule)}
+    for (n, ranges), answer in zip(PROTECTED, answers, strict=True):
+        check_logprobs(answer, reference.replay(token_ids(n, 2), Protecting(**given, protect=ranges), 150))
+
+
+def test_aborts_at_cuts_and_a_pool_that_options_could_exceed(
+    tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """The pool holds every request of the server's budget, and not a dense one of 1,000 tokens: that is refused."""
+    case = fastkvzip(0.4, 40, 100, decode_budget=BUDGET)
+    limits = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 60}
+    with tiny_engine(tiny_model_dir, **limits, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        for extra in ({"kvplug.off": True}, {"kvplug.budget": 1}, {"kvplug.protect": [0, 990]}):
+            with pytest.raises(OptionError, match="blocks of the KV cache, which has 59: lower max_tokens"):
+                serve(llm, [Ask(token_ids(1000), 20, sampling={"extra_args": extra})])
+        Watch(llm, snapshots=False, integrity=True)
+        asks = [Ask(token_ids(350, i), 200, aborted=i) for i in range(1, 7)]  # at cuts of the prompt, and behind
+        asks += [Ask(token_ids(250, i), 150, 0, aborted=step) for i, step in enumerate(range(7, 12))]
+        asks += [Ask(token_ids(300, 9), 100, sampling=EVERYTHING)]
+        answers = serve(llm, asks)
+        assert_idle(llm)
+    check_logprobs(answers[-1], reference.replay(asks[-1].prompt, case.rule, 100))

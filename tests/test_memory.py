@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from cut_tools import Request
 from policy_tools import SHAPE, heterocache
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vllm_kvplug import memory
 from vllm_kvplug.memory import Charges, Geometry
+from vllm_kvplug.placement import pool
+from vllm_kvplug.plan import Cuts, DecodeCuts, SharedPlan, ceil_div
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import QueryWindows
@@ -81,3 +90,98 @@ def test_a_pool_and_its_tables_fill_what_is_there():
     pool = charged.pool_bytes(available=11_130, block_bytes=100)
     assert pool == 10_000 and pool + pool // 100 * 10 + 130 == 11_130
     assert charged.pool_bytes(available=100, block_bytes=100) < 0
+
+
+# ------------------------------------------------------------------------------------------ cuts
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes of tensors that were made inside and alive at once; what an op takes for itself is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for storage in {t.untyped_storage() for t in tree_leaves(result) if isinstance(t, torch.Tensor)}:
+            key, size = storage._cdata, storage.nbytes()
+            if key in given or key in self._known:
+                continue
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, key, size)
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+DECODE = DecodeCuts(128, 256, 4, 128)
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        Cuts(2000, 400, 64, Fraction(1, 3)),
+        Cuts(2000, 400, 64, Fraction(49, 50)),
+        Cuts(2000, 3000, 1, Fraction(1, 10)),
+        Cuts(1100, 3000, 1, Fraction(9, 10), DECODE),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [2, 128])
+def test_cuts_take_no_more_than_is_charged(cuts: Cuts, head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    """And not much less. The charge has room for what sorting takes on a GPU, 12 bytes a token."""
+    monkeypatch.setattr(pool, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "COPY_BYTES", 1 << 16)
+    shape = replace(SHAPE, head_dim=head_dim)
+    geometry = Geometry.of_rank(shape, 0, torch.float32, max_requests=1, max_tokens=2048)
+    policy = SimpleNamespace(cuts=lambda n: cuts, shares_budget=True, config=SimpleNamespace(request_knob=None))
+    request, most = Request(cuts, geometry), 0
+    for length in SharedPlan(shape, lambda n: cuts).cuts(cuts.prefill_end, 0, 2048):
+        request.come_to(length, torch.rand(geometry.heads, length - request.length))
+        with PeakMemory() as peak:
+            request.cut()
+        most = max(most, peak.most)
+    charged = max(memory.judging_bytes(policy, geometry), memory.packing_bytes(geometry))
+    assert 0.4 * charged <= most <= charged
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_packing_takes_no_more_than_is_charged(share: float, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pool, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "COPY_BYTES", 1 << 16)
+    geometry = Geometry.of_rank(SHAPE, 0, torch.float32, max_requests=1, max_tokens=2048)
+    request = Request(Cuts(2048, 2048, 1, Fraction(1)), geometry)
+    request.come_to(2048, torch.zeros(geometry.heads, 2048))
+    kept = torch.full((geometry.heads,), int(share * 2048))
+    with PeakMemory() as peak:
+        pairs = request.tables.shrink(0, request.live.row, kept, 128, ceil_div(int(share * 2048), 16), 2048)
+        request.pool.copy_pages(*pairs)
+    charged = memory.packing_bytes(geometry)
+    assert 0.4 * charged <= peak.most <= charged
+
+
+def test_windows_of_larger_budgets_are_charged():
+    """At ratio 0.001 the window is small; a request may ask for more of its prompt, and has the whole window then."""
+    policy = make_policy("knorm", {"ratio": 0.001, "window": 1000, "cut_every": 64}, SHAPE)
+    assert policy.cuts(5000).window == 5
+    one = GEOMETRY.heads * memory.JUDGED_BYTES + GEOMETRY.kv_heads * 2 * 32 * 2
+    assert memory.judging_bytes(policy, GEOMETRY) == 1064 * one
+    modest = make_policy("knorm", {"ratio": 0.001, "window": 1000, "cut_every": 64, "max_request_budget": 0.1}, SHAPE)
+    assert memory.judging_bytes(modest, GEOMETRY) == 564 * one
+    assert memory.judging_bytes(make_policy("snapkv", {}, SHAPE), GEOMETRY) == 0
+
+
+def test_pages_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    pages = torch.arange(40.0)[:, None, None].expand(40, 16, 4).clone()
+    monkeypatch.setattr(pool, "COPY_BYTES", 3 * 16 * 4 * 4 + 5)  # three pages
+    order = torch.randperm(20)
+    pool.PagePool(pages).copy_pages(order, torch.arange(20, 40))
+    assert pages[20:, 3, 1].tolist() == order.tolist() and pages[:20, 0, 0].tolist() == list(range(20))
+    pool.PagePool(pages).copy_pages(order[:0], order[:0])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import accumulate
 from math import ceil
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplug.plan import PagePlan, ceil_div
+from vllm_kvplug.plan import Cuts, DecodeCuts, PagePlan, SharedPlan, ceil_div
 from vllm_kvplug.shape import ModelShape
 
 
@@ -176,3 +179,162 @@ def test_ring_bounds_prompt_and_answer_alike(ring: int, shape: ModelShape):
 @pytest.mark.parametrize("a, b, result", [(0, 16, 0), (1, 16, 1), (16, 16, 1), (17, 16, 2), (-1, 16, 0)])
 def test_ceil_div(a: int, b: int, result: int):
     assert ceil_div(a, b) == result
+
+
+# ------------------------------------------------------------------------------------------ shared budgets
+
+DECODE = DecodeCuts(every=32, budget=24, sinks=2, recent=8)
+RATIOS = st.sampled_from([0.001, 0.05, 0.29, 0.5, 0.9, 1.0])
+
+
+@st.composite
+def cuts_of_prompts(draw: st.DrawFn) -> Cuts:
+    """Cuts of any prompt, not only what `of_ratio` makes."""
+    end = draw(st.integers(1, 200))
+    ends = sorted(draw(st.sets(st.integers(0, end), max_size=6)))
+    protect = tuple(zip(ends[::2], ends[1::2], strict=False))
+    share = draw(st.fractions(0, 1, max_denominator=40))
+    every, window = draw(st.sampled_from([16, 17, 24, 32, 100, 400])), draw(st.integers(1, 70))
+    return Cuts(end, every, window, share, draw(st.sampled_from([None, DECODE])), protect)
+
+
+class Simulation:
+    """One rank's heads, token by token, bool [heads, tokens]: what a cut may drop is dropped at random."""
+
+    def __init__(self, cuts: Cuts, heads: int, seed: int):
+        self.cuts, self.random = cuts, torch.Generator().manual_seed(seed)
+        self.stored = torch.ones((heads, 0), dtype=torch.bool)
+        self.last = 0
+
+    def grow(self) -> int:
+        self.stored = torch.nn.functional.pad(self.stored, (0, 1), value=True)
+        return self.stored.shape[1]
+
+    def due(self, n: int) -> bool:
+        cuts = self.cuts
+        if n <= cuts.prefill_end:
+            return n % cuts.every == 0 or n == cuts.prefill_end
+        return cuts.decode is not None and n % cuts.decode.every == 0
+
+    def cut(self, n: int) -> None:
+        safe = torch.zeros(n, dtype=torch.bool)
+        for start, end in self.cuts.protect:
+            safe[start:end] = True
+        if n <= self.cuts.prefill_end:
+            first, end = max(self.last - self.cuts.window, 0), max(n - self.cuts.window, 0)
+            safe[:first] = safe[end:] = True
+            loose = self.stored & ~safe
+            self._drop(loose, int(self.cuts.share * int(loose.sum())))
+            self.last = n
+            return
+        decode = self.cuts.decode
+        safe[: decode.sinks] = safe[n - decode.recent :] = True
+        budget = max(decode.budget, int(safe.sum())) * len(self.stored)
+        self._drop(self.stored & ~safe, budget - int((self.stored & safe).sum()))
+
+    def _drop(self, loose: torch.Tensor, keep: int) -> None:
+        """A random order in which some heads come before others, so that shares are as unequal as they can be."""
+        rank = torch.rand(loose.shape, generator=self.random)
+        rank += torch.randint(0, 3, (len(loose), 1), generator=self.random)
+        order = rank.masked_fill(~loose, -1).flatten().argsort(descending=True)
+        gone = order[keep : int(loose.sum())]
+        self.stored.view(-1)[gone] = False
+
+    @property
+    def pages(self) -> int:
+        return sum(ceil(int(length) / 16) for length in self.stored.sum(1))
+
+
+@settings(deadline=None, max_examples=120)
+@given(cuts_of_prompts(), st.sampled_from([(1, 1), (2, 3), (5, 4)]), st.integers(0, 150), st.integers(0, 99))
+def test_shared_plan_against_simulation(cuts: Cuts, shape: tuple[int, int], answer: int, seed: int):
+    heads, end, most = shape[0] * shape[1], cuts.prefill_end, cuts.prefill_end + answer
+    plan = SharedPlan(shape_of(*shape), lambda n: cuts)
+    request, row, held, due = Simulation(cuts, heads, seed), [], [], []
+    for n in range(1, most + 1):
+        assert request.grow() == n
+        row += [True] * (plan.row_entries(end, n) - len(row))  # as the scheduler does: never shorter
+        assert len(row) == plan.row_entries(end, n) <= plan.most_entries(n)
+        assert int(request.stored.sum()) == plan.stored_at(end, n)
+        assert request.pages <= heads * sum(row) and sum(row) <= ceil(n / 16)
+        held.append(sum(row))
+        if request.due(n):
+            due.append(n)
+            request.cut(n)
+            before, after = plan.held(end, n)
+            assert before == held[-1] >= after == plan.decode_blocks(end, n)
+            living = [i for i, lives in enumerate(row) if lives]
+            for i in living[after:]:
+                row[i] = False
+            assert int(request.stored.sum()) == plan.stored(end, n)
+        assert request.pages <= heads * sum(row)
+    assert plan.cuts(end, 0, most) == due
+    assert [plan.first_blocks(end, n) for n in range(1, most + 1)] == list(accumulate(held, max))
+    assert plan.prompt_blocks(end) == max(held[:end])
+    if answer:
+        assert plan.cuts(end, end, most) == [n for n in due if n > end]
+
+
+@pytest.mark.parametrize("every, decode", [(17, None), (24, None), (100, DECODE), (31, DecodeCuts(20, 24, 2, 8))])
+def test_rows_of_cuts_that_are_no_full_pages(every: int, decode: DecodeCuts | None):
+    """Rows may grow by two entries for 17 tokens, cut after cut: more than stock's and two."""
+    plan = SharedPlan(shape_of(30, 3), lambda n: Cuts.of_ratio(n, every, 1, 0.001, decode))
+    entries = [plan.row_entries(end, n) for end in (1, 400, 793, 800) for n in range(1, 801)]
+    assert max(entries) <= plan.most_entries(800)
+    if every == 17:
+        assert max(entries) > 800 // 16 + 2
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from([16, 17, 32, 100, 400]), st.integers(1, 100), RATIOS, st.booleans(), st.integers(1, 180))
+def test_shared_peak_is_no_less_than_any_request_holds(
+    every: int, window: int, ratio: float, decodes: bool, max_len: int
+):
+    decode = DECODE if decodes else None
+    plan = SharedPlan(shape_of(10, 3), lambda n: Cuts.of_ratio(n, every, window, ratio, decode))
+    most = max(plan.first_blocks(end, max_len) for end in range(1, max_len + 1))
+    assert most <= plan.peak_blocks(max_len) <= min(most + 1, ceil(max_len / 16))
+
+
+def test_a_request_may_hold_most_when_it_begins_to_decode():
+    """640 tokens: a prompt of 512 and 128 more before the first cut are more than a prompt of 640."""
+    decode = DecodeCuts(128, 256, 4, 128)
+    plan = SharedPlan(shape_of(30, 3), lambda n: Cuts.of_ratio(n, 100, 100, 0.6, decode))
+    assert plan.peak_blocks(640) >= plan.first_blocks(512, 640) == 29 > plan.prompt_blocks(640)
+
+
+@given(st.integers(1, 400), st.sampled_from([16, 100, 1000]), st.integers(1, 500), RATIOS)
+def test_cuts_of_ratio(n: int, every: int, window: int, ratio: float):
+    cuts = Cuts.of_ratio(n, every, window, ratio)
+    budget = Fraction(str(ratio)) * n
+    assert 1 <= cuts.window <= max(window, 1) and 0 <= cuts.share <= 1
+    kept = cuts.window + cuts.share * (n - cuts.window)
+    assert kept == max(budget, 1)  # the window counted in, and at least a token
+    assert ratio < 1 or cuts.share == (n > cuts.window)
+
+
+@pytest.mark.parametrize(
+    "n, window, ratio, expected",
+    [
+        (1, 64, 0.5, (1, Fraction(0))),  # the only token is the window
+        (1, 64, 1.0, (1, Fraction(0))),
+        (2, 64, 0.5, (1, Fraction(0))),
+        (3, 64, 0.5, (1, Fraction(1, 4))),  # 1.5 tokens: one, and a quarter of the other two
+        (100, 64, 0.001, (1, Fraction(0))),  # a tenth of a token: one
+        (100, 64, 0.5, (50, Fraction(0))),
+        (100, 10, 0.29, (10, Fraction(19, 90))),
+        (100, 0, 0.5, (1, Fraction(49, 99))),  # no window at all is one token
+        (100, 64, 1.0, (64, Fraction(1))),
+    ],
+)
+def test_cuts_of_ratio_by_hand(n: int, window: int, ratio: float, expected: tuple[int, Fraction]):
+    cuts = Cuts.of_ratio(n, 2048, window, ratio)
+    assert (cuts.window, cuts.share) == expected
+    assert cuts.stored(n, 6 * n, 6) == 6 * cuts.window + int(6 * cuts.share * (n - cuts.window))
+
+
+def test_next_and_previous_cuts():
+    cuts = Cuts(250, 100, 10, Fraction(1, 2), DecodeCuts(128, 300, 4, 128))
+    assert [cuts.next(n) for n in (0, 99, 100, 249, 250, 255, 256)] == [100, 100, 200, 250, 256, 256, 384]
+    assert [cuts.previous(n) for n in (1, 100, 101, 250)] == [0, 0, 100, 200]
+    assert Cuts(200, 100, 10, Fraction(1, 2)).next(199) == 200 and Cuts(200, 100, 10, Fraction(1)).next(200) is None

@@ -144,9 +144,8 @@ def check_request(vllm_config: Any, prompt_len: int, params: Any) -> None:
     policy = policy_from_json(name, model_shape(vllm_config))
     longest = model.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
     try:
-        door.check_request(
-            policy, params.extra_args, prompt_len, min(longest, model.max_model_len), model.dtype.itemsize
-        )
+        longest, blocks = min(longest, model.max_model_len), vllm_config.cache_config.num_gpu_blocks
+        door.check_request(policy, params.extra_args, prompt_len, longest, model.dtype.itemsize, blocks)
     except OptionError as error:
         for metrics in _METRICS:
             metrics.refused.inc()

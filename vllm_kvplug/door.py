@@ -12,12 +12,17 @@ from vllm_kvplug.policies.base import Policy
 
 
 def check_request(
-    policy: Policy[Any], extra_args: Mapping[str, Any] | None, prompt_len: int, longest: int, itemsize: int
+    policy: Policy[Any],
+    extra_args: Mapping[str, Any] | None,
+    prompt_len: int,
+    longest: int,
+    itemsize: int,
+    blocks: int | None = None,
 ) -> None:
-    """OptionError for options that cannot be served, or a host tier that could never hold the request.
+    """OptionError for options that cannot be served, or memory that could never hold the request.
 
     longest: tokens of prompt and answer at most; a preempted request computes its answer as part of its prompt.
-    itemsize: bytes of an element of K and V.
+    itemsize: bytes of an element of K and V. blocks: of the pool, None if not known.
     """
     options = parse_options(extra_args)
     beyond = [end for _, end in options.protect if end > prompt_len]
@@ -30,6 +35,13 @@ def check_request(
             f"kvplug.protect: {protected} of {prompt_len} tokens are more than the share of {limit} that this server "
             "allows a request to keep"
         )
+    if served is not policy and blocks:  # vLLM has checked what a request without options needs
+        most, usable = served.plan().peak_blocks(longest), blocks - 1  # one is vLLM's null block
+        if most > usable:
+            raise OptionError(
+                f"with these kvplug options a request of up to {longest} tokens needs {most} blocks of the KV cache, "
+                f"which has {usable}: lower max_tokens, or let the policy drop more"
+            )
     # At some lengths rounding cuts no satellite at all, so both are asked.
     need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
     if need > capacity:

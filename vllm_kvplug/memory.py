@@ -10,13 +10,18 @@ from typing import Any, Self
 
 import torch
 
+from vllm_kvplug.options import RequestOptions
+from vllm_kvplug.placement.pool import COPY_BYTES
 from vllm_kvplug.placement.tables import TableSizes
-from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.shape import PAGE, ModelShape
 
 SPLIT_WINDOWS = 4
 """Prompts split inside their query window at once that start-up reserves memory for; more are allocated."""
+
+JUDGED_BYTES, LISTED_BYTES = 64, 160
+"""What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,36 @@ def staging_tokens(policy: Policy[Any], geometry: Geometry) -> int:
 
 
 def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
-    """Transient memory of one layer's prompt attention and scoring, which vLLM's profile run does not see."""
+    """Transient memory that vLLM's profile run does not see: of one layer's prompt attention and scoring, of a cut that
+    judges tokens, or of one that packs what stays. One of them is alive at a time.
+    """
     g = geometry
-    gathered = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
-    scored = 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return gathered + (scored if policy.evicts else 0)
+    attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
+    if not policy.evicts:
+        return attending
+    attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
+    return max(attending, packing_bytes(g), judging_bytes(policy, g))
+
+
+def packing_bytes(geometry: Geometry) -> int:
+    """The pages that any head may have, in a rectangle, and those that move, some at a time."""
+    blocks = ceil_div(geometry.max_tokens, PAGE)
+    return blocks * geometry.heads * LISTED_BYTES + min(blocks * geometry.block_bytes, COPY_BYTES)
+
+
+def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """A rectangle of all heads' tokens that one cut judges, and K and V of one layer's part of it."""
+    if not policy.shares_budget:
+        return 0
+    g = geometry
+    served = [policy]
+    if policy.config.request_knob:  # a request with a larger budget may have a larger window
+        served.append(policy.for_request(RequestOptions(budget=policy.config.max_request_budget)))
+    tokens = max(_judged_tokens(one.cuts(g.max_tokens), g.max_tokens) for one in served)
+    return tokens * (g.heads * JUDGED_BYTES + g.kv_heads * 2 * g.head_dim * g.dtype.itemsize)
+
+
+def _judged_tokens(cuts: Cuts, most: int) -> int:
+    """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
+    uncapped = isinstance(cuts, AdmissionCuts) and cuts.share == 1
+    return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most

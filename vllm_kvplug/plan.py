@@ -109,6 +109,10 @@ class PagePlan:
         grown = self.decode_blocks(prefill_end, n) - self.decode_blocks(prefill_end, prefill_end)
         return self.prefill_blocks(prefill_end) + grown
 
+    def most_entries(self, max_len: int) -> int:
+        """Room for the row of any request of up to `max_len` tokens: prompt and answer each round up once more."""
+        return ceil_div(max_len, PAGE) + 2
+
     def peak_blocks(self, max_len: int) -> int:
         """Most blocks a request of up to `max_len` tokens holds at once."""
         if not self.shrinks:
@@ -156,7 +160,8 @@ class DecodeCuts:
 class Cuts:
     """When a request whose heads share one budget is cut, and to how many tokens. Made for one length of prompt.
 
-    every: a prompt is cut whenever another multiple of so many tokens is in, and when it is complete. window: last
+    every: a prompt is cut whenever another multiple of so many tokens is in, and when it is complete; an engine's
+    requests all have the same, and the same decode.every: block tables are made for it. window: last
     tokens, at least one, that a cut of the prompt does not judge yet. share: of the tokens it does judge, what the
     heads of a rank keep, all of them together; while the prompt comes in no token is judged twice. decode: how it
     goes on. protect: disjoint ranges that no head drops.
@@ -271,8 +276,22 @@ class SharedPlan:
         held = self._blocks(time.stored[last], time.cuts[last]) if last else 0
         return time.entries[last] + self._blocks_at(prefill_end, n) - held
 
+    def most_entries(self, max_len: int) -> int:
+        """As of other plans. Rows grow again after every cut, and round up there if cuts do not lie at full pages."""
+        cuts = self.cuts_of(max_len)
+        steps = (cuts.every, cuts.decode.every if cuts.decode else PAGE)
+        return ceil_div(max_len, PAGE) + 2 + sum(max_len // step for step in steps if step % PAGE)
+
     def peak_blocks(self, max_len: int) -> int:
-        return max(self.prompt_blocks(max_len), self.first_blocks(1, max_len))
+        """As of other plans, if longer prompts keep no fewer tokens: the longest, the shortest, or one that ends where
+        the most tokens of an answer come before the first cut. One more for what rounding adds to others.
+        """
+        ends = {1, max_len}
+        decode = self.cuts_of(max_len).decode
+        if decode:
+            last = max_len // decode.every * decode.every
+            ends |= {max(last, 1), max(last - decode.every, 1)}
+        return min(max(self.first_blocks(end, max_len) for end in ends) + 1, ceil_div(max_len, PAGE))
 
     def kept_tokens(self, prefill_end: int) -> int:
         return self.stored(prefill_end, prefill_end) * self.shape.heads // self.heads_per_rank

@@ -50,6 +50,18 @@ SEAMS = (
         "none needed",
     ),
     Seam(
+        "Scheduler._mamba_block_aligned_split, need_mamba_block_aligned_split",
+        "overridden in our scheduler, only for policies whose heads share a budget",
+        "a prompt's chunk ends where the prompt is cut; stock vLLM's is for Mamba states, which are refused",
+        "a hook of the KV cache manager that limits a request's chunk",
+    ),
+    Seam(
+        "QKVParallelLinear",
+        "registry: PluggableLayer.register_oot, only once an engine's gate reads hidden states",
+        "multiplies what enters the attention with the gate's matrix; engines without such a gate compute as before",
+        "hidden states as an argument of the attention layer",
+    ),
+    Seam(
         "EngineArgs.__init__, add_cli_args, from_cli_args",
         "patch: add_policy_arguments",
         "vLLM has no hook for new flags or keyword arguments",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf, isnan, nan
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import share_out
 
-from vllm_kvplug.components.allocators import top_tokens, water_fill
+from vllm_kvplug.components.allocators import top_shared, top_tokens, water_fill
 
 WEIGHTS = st.lists(st.one_of(st.floats(0, 4), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=12)
 
@@ -120,3 +122,32 @@ def test_top_tokens_against_sorting(heads: int, tokens: int, seed: int, data: st
     for head, chosen in enumerate(top_tokens(values, counts)):
         ranked = sorted(range(tokens), key=lambda t: (-values[head, t].item(), t))
         assert chosen.tolist() == sorted(ranked[: counts[head]])
+
+
+# ----------------------------------------------------------------------------------------------- top_shared
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 4), st.integers(0, 12), st.data())
+def test_top_shared_against_sorting(heads: int, tokens: int, data: st.DataObject):
+    """Few values, so that most tie: the earlier token, then the earlier head. NaN comes first."""
+    value = st.sampled_from([-inf, -1.0, 0.0, 1.0, inf, nan])
+    scores = data.draw(st.lists(st.lists(value, min_size=tokens, max_size=tokens), min_size=heads, max_size=heads))
+    count = data.draw(st.integers(0, heads * tokens + 3))  # more than there are: all
+    places = [(t, h) for t in range(tokens) for h in range(heads)]
+
+    def rank(place: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
+        score = scores[place[1]][place[0]]
+        return not isnan(score), 0.0 if isnan(score) else -score, place
+
+    ranked = sorted(places, key=rank)
+    mask = top_shared(torch.tensor(scores).view(heads, tokens), count)
+    assert mask.shape == (heads, tokens) and mask.dtype == torch.bool
+    assert {(t, h) for t, h in places if mask[h, t]} == set(ranked[:count])
+
+
+def test_top_shared_by_hand():
+    scores = torch.tensor([[1.0, 3.0, 3.0], [3.0, 0.0, 3.0]])
+    chosen = [top_shared(scores, count).int().tolist() for count in (0, 1, 2, 3, 4)]
+    assert chosen[:3] == [[[0, 0, 0], [0, 0, 0]], [[0, 0, 0], [1, 0, 0]], [[0, 1, 0], [1, 0, 0]]]
+    assert chosen[3:] == [[[0, 1, 1], [1, 0, 0]], [[0, 1, 1], [1, 0, 1]]]

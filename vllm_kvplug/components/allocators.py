@@ -63,7 +63,8 @@ def top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor
 def top_shared(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best of all heads' tokens together: bool mask like `scores`, float32 [heads, tokens].
 
-    Ties go to the earlier token, then to the earlier head. No host synchronisation.
+    Ties go to the earlier token, then to the earlier head. NaN ranks above +inf, as torch sorts: callers that set
+    +inf for tokens that must stay replace it before. No host synchronisation.
     """
     by_token = scores.T.flatten()
     order = torch.sort(by_token, descending=True, stable=True).indices

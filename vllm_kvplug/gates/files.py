@@ -121,7 +121,7 @@ def read_metadata(kind: Kind, path: str | Path, fingerprint: str) -> GateMetadat
             raise ValueError("it has no gate metadata")
         metadata = GateMetadata.model_validate_json(text)
     except OSError as error:
-        raise PolicyError(f"{kind}: cannot read the gate in {CONFIG_FLAG}: {error}") from None
+        raise PolicyError(f"{kind}: cannot read {path}, the gate in {CONFIG_FLAG}: {error}") from None
     except (SafetensorError, ValueError) as error:
         reason = explain(error) if isinstance(error, ValidationError) else error
         raise PolicyError(f"{kind}: {where} is no gate file: {reason}") from None

@@ -6,6 +6,9 @@ import torch
 
 from vllm_kvplug.shape import PAGE
 
+COPY_BYTES = 64 << 20
+"""Most that is read before it is written when pages move."""
+
 
 class PagePool:
     """All head pages, [pages, 16, 2 * head_dim]: K in the first half of the last dimension, V in the second.
@@ -42,5 +45,7 @@ class PagePool:
         self._tokens[target] = self._tokens[source]
 
     def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole pages; the lists must not overlap."""
-        self.pages[target] = self.pages[source]
+        """Copy whole pages, so many at a time that the copy takes little memory; the lists must not overlap."""
+        some = max(COPY_BYTES // (self.pages[0].numel() * self.pages.itemsize), 1)
+        for there, here in zip(target.split(some), source.split(some), strict=True):
+            self.pages[there] = self.pages[here]

@@ -49,13 +49,19 @@ class FastKVzipConfig(PolicyConfig):
 
 
 class HiddenGate:
-    """The sink gate of one rank's heads. It reads the layer's hidden states, and no keys."""
+    """The sink gate of one rank's heads. It reads the layer's hidden states, and no keys.
 
-    def __init__(self, gate: SinkGate, heads: slice, dtype: torch.dtype):
-        self._gate, self._heads, self._dtype = gate, heads, dtype
+    The projection, nearly all of the gate, stays on the CPU: the device holds a rank's rows of it, and no float32 copy.
+    """
+
+    def __init__(self, gate: SinkGate, heads: slice, dtype: torch.dtype, device: torch.device):
+        for name, weight in list(gate.named_parameters()):
+            if name not in gate.MATRICES:
+                setattr(gate, name, torch.nn.Parameter(weight.to(device), requires_grad=False))
+        self._gate, self._heads, self._dtype, self._device = gate, heads, dtype, device
 
     def rows(self, layer: int) -> torch.Tensor:
-        return self._gate.rows(layer, self._heads).to(self._dtype).contiguous()
+        return self._gate.rows(layer, self._heads).to(self._device, self._dtype).contiguous()
 
     def score(
         self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
@@ -91,7 +97,7 @@ class FastKVzip(Policy[FastKVzipConfig]):
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         assert self.path is not None
         gate, _ = load_gate("fastkvzip", self.path, ProfiledModel.of_shape(self.shape))
-        return HiddenGate(gate.to(device), slice(heads.start, heads.stop), dtype)
+        return HiddenGate(gate, slice(heads.start, heads.stop), dtype, device)
 
     def gate_columns(self, heads: int) -> int:
         assert isinstance(self._gate_shape, SinkGateShape)

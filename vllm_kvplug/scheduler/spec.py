@@ -50,10 +50,8 @@ class HeadPageSpec(FullAttentionSpec):
         return self.plan.peak_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
-        """Two more than stock: after shrinking, a row grows behind its dead entries, and each of prompt and answer
-        may round up once more.
-        """
-        return super().max_num_blocks_per_req(vllm_config, max_len) + 2
+        """More than stock: after shrinking, a row grows behind its dead entries."""
+        return self.plan.most_entries(max_len)
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:

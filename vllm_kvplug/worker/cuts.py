@@ -47,7 +47,7 @@ class Cutter:
         start, end = cuts.judged(cuts.previous(cut)), cuts.judged(cut)
         before = lengths[:, None] - (cut - start)  # what earlier cuts kept
         tail = self._locate(request, before + torch.arange(cut - start, device=lengths.device))
-        scores = self.tables.scores.view(-1)[tail[:, : end - start]]
+        scores = self._scores(tail[:, : end - start])
         for first, last in cuts.protect:
             scores[:, max(first - start, 0) : max(last - start, 0)] = torch.inf
         keep = torch.ones_like(tail, dtype=torch.bool)
@@ -66,12 +66,17 @@ class Cutter:
         safe = (position < cuts.decode.sinks) | (position >= cut - cuts.decode.recent)
         for first, last in cuts.protect:
             safe |= (position >= first) & (position < last)
-        scores = self.tables.scores.view(-1)[where].masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+        scores = self._scores(where).masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
         return self._compact(where, top_shared(scores, stored))
 
     def _locate(self, request: LiveRequest, index: torch.Tensor) -> torch.Tensor:
         heads = torch.arange(self.geometry.heads, device=index.device)
         return self.tables.locate(request.slot, heads[:, None], index)
+
+    def _scores(self, stored: torch.Tensor) -> torch.Tensor:
+        """Finite whatever the gate said: nothing ties with what must stay or is not there. NaN is lowest. A copy."""
+        lowest = torch.finfo(torch.float32).min
+        return self.tables.scores.view(-1)[stored].nan_to_num_(nan=lowest)
 
     def _compact(self, stored: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Move the tokens that are kept, bool [heads, tokens], to the front of `stored`, token slots, in their order.
