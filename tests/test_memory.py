@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvplug import memory
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.memory import Charges, Geometry
 from vllm_kvplug.placement import pool
 from vllm_kvplug.plan import Cuts, DecodeCuts, SharedPlan, ceil_div
@@ -150,6 +152,24 @@ def test_cuts_take_no_more_than_is_charged(cuts: Cuts, head_dim: int, monkeypatc
         most = max(most, peak.most)
     charged = max(memory.judging_bytes(policy, geometry), memory.packing_bytes(geometry))
     assert 0.4 * charged <= most <= charged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["wgkv", "fastkvzip"])
+def test_gates_take_no_more_than_is_charged(kind: str, dtype: torch.dtype, tmp_path: Path):
+    shape = replace(SHAPE, rotary=(0.5,) * (SHAPE.head_dim // 2))
+    size = WriteGateShape(hidden=64) if kind == "wgkv" else SinkGateShape(hidden_size=48)
+    metadata = GateMetadata(model=ProfiledModel.of_shape(shape), gate=size, source="test", date="-")
+    save_gate(tmp_path / "gate.safetensors", metadata.empty_gate(), metadata)
+    policy = make_policy(kind, {"gate": str(tmp_path / "gate.safetensors")}, shape)
+    heads, tokens = shape.kv_heads, 500
+    gate = policy.make_gate(range(heads), dtype, CPU)
+    key = torch.randn(tokens, heads, shape.head_dim, dtype=dtype)
+    projected = torch.randn(tokens, policy.gate_columns(heads), dtype=dtype)
+    with torch.inference_mode(), PeakMemory() as peak:
+        gate.score(1, key, torch.arange(tokens), projected)
+    charged = tokens * policy.gate_scratch(heads, dtype.itemsize)
+    assert 0.3 * charged <= peak.most <= charged
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])

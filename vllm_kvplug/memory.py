@@ -96,12 +96,13 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, max_rows: i
     the GPU; 0 on the CPU, which needs no decode plan.
     """
     sizes = geometry.table_sizes(0, policy)
+    scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize)
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     return Charges(
         tables=sizes.fixed_bytes() + places + (decode_plan_bytes(geometry, max_rows, programs) if programs else 0),
         queries=query_window_bytes(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
-        workspace=workspace_bytes(policy, geometry),
+        workspace=workspace_bytes(policy, geometry) + max_batch * scratch,
         per_block=sizes.bytes_per_block(),
     )
 

@@ -173,6 +173,10 @@ class Policy(ABC, Generic[ConfigT]):
         """Columns of what a gate for so many KV heads a layer makes of hidden states; 0 if it wants none."""
         return 0
 
+    def gate_scratch(self, heads: int, itemsize: int) -> int:
+        """Bytes a token that a gate for so many KV heads a layer takes while it scores, in a model of that itemsize."""
+        return 0
+
     def drift_tokens(self, prompt_len: int) -> int:
         """Size of the token sets that drift checks compare; only with a `retrieval`."""
         raise NotImplementedError

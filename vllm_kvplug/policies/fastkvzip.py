@@ -84,7 +84,9 @@ class FastKVzip(Policy[FastKVzipConfig]):
                 f"fastkvzip has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate "
                 f'fastkvzip MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
             )
-        self._gate_shape = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
+        trained = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
+        assert isinstance(trained, SinkGateShape)
+        self._dim, self._sinks = trained.dim, trained.sinks
 
     def cuts(self, prompt_len: int) -> Cuts:
         config = self.config
@@ -100,6 +102,9 @@ class FastKVzip(Policy[FastKVzipConfig]):
         return HiddenGate(gate, slice(heads.start, heads.stop), dtype, device)
 
     def gate_columns(self, heads: int) -> int:
-        assert isinstance(self._gate_shape, SinkGateShape)
         group = self.shape.query_heads // self.shape.kv_heads
-        return heads * (group + 1) * self._gate_shape.dim
+        return heads * (group + 1) * self._dim
+
+    def gate_scratch(self, heads: int, itemsize: int) -> int:
+        group = self.shape.query_heads // self.shape.kv_heads
+        return 4 * (4 * self.gate_columns(heads) + 2 * heads * group * self._sinks)

@@ -85,6 +85,7 @@ class WGKV(Policy[WGKVConfig]):
             )
         trained = read_metadata("wgkv", self.path, shape.fingerprint).gate
         assert isinstance(trained, WriteGateShape)
+        self._hidden = trained.hidden
         window = trained.window if config.window is None else config.window
         self.local = LocalWindow(window, trained.tau if config.tau is None else config.tau, config.sinks)
 
@@ -99,3 +100,6 @@ class WGKV(Policy[WGKVConfig]):
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
         rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
         return KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
+
+    def gate_scratch(self, heads: int, itemsize: int) -> int:
+        return heads * (8 * 4 * self.shape.head_dim + 3 * itemsize * self._hidden)

@@ -39,7 +39,8 @@ class Admitter(Cutter):
         heads = torch.arange(self.geometry.heads, device=slots.device)
         where = tables.locate(slots.clamp_min(0)[:, None], heads, victim[:, None].expand(-1, len(heads)))
         leaving = (position - window)[:, None]
-        keep = self._admitted(tables.scores.view(-1)[where], leaving) & (leaving >= 0)
+        there = (leaving >= 0) & (slots >= 0)[:, None]  # elsewhere tables may say anything
+        keep = self._admitted(tables.scores.view(-1)[torch.where(there, where, 0)], leaving) & there
         source, target = tables.promote(slots, rows, victim, keep)
         self.pool.copy_tokens(source.flatten().clamp_min(0), target.flatten().clamp_min(0))
         flat = tables.scores.view(-1)  # its last entries are nobody's
@@ -51,6 +52,8 @@ class Admitter(Cutter):
         assert isinstance(plan, SharedPlan) and request.row is not None
         cuts = plan.cuts_of(prompt)
         assert isinstance(cuts, AdmissionCuts)
+        if end - start == 1 and cuts.share == 1:
+            return
         lengths = self.tables.lengths[request.slot].long()
         if end - start > 1:
             lengths = self._settle(request, start, end, lengths)
@@ -86,9 +89,9 @@ class Admitter(Cutter):
         index = torch.arange(ring, end, device=lengths.device)
         there = index < lengths[:, None]
         where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
-        scores = self.tables.scores.view(-1)[where]
-        scores = scores.masked_fill(self.tables.positions.view(-1)[where] < self.local.sinks, torch.inf)
-        keep = top_shared(scores.masked_fill_(~there, -torch.inf), most) & there
+        first = self.tables.positions.view(-1)[where] < self.local.sinks
+        scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
+        keep = top_shared(scores, most) & there
         return ring + self._compact(where, keep)
 
     def _admitted(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
