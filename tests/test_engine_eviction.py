@@ -160,3 +160,13 @@ def test_aborts_at_cuts_and_a_pool_that_options_could_exceed(
         answers = serve(llm, asks)
         assert_idle(llm)
     check_logprobs(answers[-1], reference.replay(asks[-1].prompt, case.rule, 100))
+
+
+def test_a_seed_that_would_end_the_engine_is_refused(tiny_model_dir: Path) -> None:
+    """vLLM's CPU runner cannot take up a seed once a part of the prompt is computed."""
+    with tiny_engine(tiny_model_dir, kv_policy="knorm", kv_policy_config={"cut_every": 64}) as llm:
+        (short,) = serve(llm, [Ask(token_ids(64), 4, sampling={"temperature": 1.0, "seed": 1})])
+        assert len(short.tokens) == 4
+        with pytest.raises(ValueError, match="remove seed, or raise cut_every"):
+            serve(llm, [Ask(token_ids(65), 4, sampling={"temperature": 1.0, "seed": 1})])
+        assert_idle(llm)

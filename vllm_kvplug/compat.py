@@ -21,6 +21,7 @@ from vllm_kvplug.config import ADDITIONAL_KEY, explain
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
 from vllm_kvplug.options import OptionError
+from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.rotary import rotary_angles
 from vllm_kvplug.shape import ModelShape
@@ -146,10 +147,24 @@ def check_request(vllm_config: Any, prompt_len: int, params: Any) -> None:
     try:
         longest, blocks = min(longest, model.max_model_len), vllm_config.cache_config.num_gpu_blocks
         door.check_request(policy, params.extra_args, prompt_len, longest, model.dtype.itemsize, blocks)
+        _check_seed(policy, prompt_len, params)
     except OptionError as error:
         for metrics in _METRICS:
             metrics.refused.inc()
         raise _refusal()(str(error)) from None
+
+
+def _check_seed(policy: Policy[Any], prompt_len: int, params: Any) -> None:
+    """OptionError for a seed with which vLLM's CPU runner would die: in a prompt that comes in several chunks."""
+    from vllm.platforms import current_platform
+
+    if getattr(params, "seed", None) is None or not policy.shares_budget or not current_platform.is_cpu():
+        return
+    if policy.cuts(prompt_len).next(0) != prompt_len:
+        raise OptionError(
+            f"vLLM on a CPU cannot take up a seed after a part of a prompt, and policy '{policy.name}' takes this "
+            "one in parts: remove seed, or raise cut_every in --kv-policy-config"
+        )
 
 
 @cache

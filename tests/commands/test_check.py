@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from vllm_kvplug import cli, compat, ops
 from vllm_kvplug.commands import check, parity
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.planning import model_shape
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
 
@@ -144,3 +146,17 @@ def test_budgets_that_hold_everything(name: str, tmp_path: Path):
     policy = make_policy(name, knobs, ModelShape(layers=2, kv_heads=2, query_heads=4, head_dim=32))
     assert policy.plan().kept(parity.MAX_LEN) == [[parity.MAX_LEN] * 2] * 2
     assert {"snapkv": knobs.get("window") == 3, "streaming": knobs.get("sinks") == 2}.get(name, True)
+
+
+@pytest.mark.parametrize(
+    "name, given", [("knorm", {"ratio": 0.2}), ("fastkvzip", {"decode_budget": 256}), ("wgkv", {})]
+)
+def test_gates_that_let_everything_through(name: str, given: dict[str, Any], tmp_path: Path):
+    """Whatever gate the user has: the tiny model gets one of its own."""
+    model = parity.make_model(tmp_path / "model")
+    knobs = parity.whole(name, given if name == "knorm" else {**given, "gate": "of-another-model.safetensors"}, model)
+    shape = model_shape(AutoConfig.from_pretrained(model), "tiny", 1)
+    plan = make_policy(name, knobs, shape).plan()
+    assert plan.kept_tokens(parity.MAX_LEN) == parity.MAX_LEN * shape.heads
+    assert plan.decode_blocks(300, parity.MAX_LEN) == parity.MAX_LEN // 16
+    assert name != "wgkv" or knobs["tau"] == 0

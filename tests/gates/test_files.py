@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -182,3 +183,12 @@ def test_shipped_gates_are_found_by_kind_and_architecture(saved, kind, monkeypat
     assert find_shipped_gate(kind, fingerprint) == path
     assert find_shipped_gate("fastkvzip" if kind == "wgkv" else "wgkv", fingerprint) is None
     assert find_shipped_gate(kind, model_fingerprint(tiny_config(vocab_size=65))) is None
+
+
+def test_others_can_read_what_the_umask_lets_them(kind, tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_gate(tmp_path / "gate.safetensors", metadata_of(kind).empty_gate(), metadata_of(kind))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "gate.safetensors").stat().st_mode & 0o777 == 0o640

@@ -19,7 +19,7 @@ from vllm_kvplug import compat
 from vllm_kvplug.config import parse_knobs
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.registry import policy_class
-from vllm_kvplug.tiny import VOCAB, head_profile, random_llama
+from vllm_kvplug.tiny import VOCAB, head_profile, random_gate, random_llama
 
 LENGTHS = (5, 17, 130, 300)  # within a page, just over one, over one chunk of the prompt, over two
 CHUNK, STEPS, MAX_LEN, LAYERS = 128, 20, 512, 2
@@ -39,12 +39,14 @@ def compare(name: str, knobs: dict[str, Any]) -> str:
 
 
 def whole(name: str, knobs: dict[str, Any], model: Path) -> dict[str, Any]:
-    """The knobs with budgets that hold everything; a head profile is made for the tiny model."""
+    """The knobs with budgets that hold everything; a head profile or a gate is made for the tiny model."""
     cls = policy_class(name)
     knobs = parse_knobs(cls.Config, name, knobs).holding(MAX_LEN).model_dump(exclude_unset=True)
     if "profile" in cls.Config.model_fields:  # a pivot and its satellite in every layer, for retrieval to work on
         roles, weights = [["pivot", "satellite"]] * LAYERS, [[-1.0, 1.0]] * LAYERS
         knobs["profile"] = str(head_profile(model, model.parent / "profile.json", roles, weights))
+    if "gate" in cls.Config.model_fields:
+        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", name))
     return knobs
 
 

@@ -104,6 +104,9 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata)
+    umask = os.umask(0)
+    os.umask(umask)
+    unfinished.chmod(0o666 & ~umask)  # safetensors makes files that only their owner can read
     os.replace(unfinished, path)
 
 

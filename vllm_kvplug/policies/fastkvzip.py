@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import torch
 from pydantic import Field
@@ -46,6 +47,10 @@ class FastKVzipConfig(PolicyConfig):
         description="Tokens that heads keep on average while a request decodes, looked at every 128 tokens. Default: "
         "answers are kept whole.",
     )
+
+    def holding(self, tokens: int) -> Self:
+        knobs = self.model_dump(exclude_unset=True, exclude={"decode_budget"})
+        return type(self)(**{**knobs, "ratio": 1.0})
 
 
 class HiddenGate:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from typing import Self
 
 import torch
 from pydantic import Field
@@ -46,6 +47,9 @@ class WGKVConfig(PolicyConfig):
     cut_every: int = Field(
         default=2048, ge=16, description="Prompt tokens between two looks at the cap; fewer take less memory meanwhile."
     )
+
+    def holding(self, tokens: int) -> Self:
+        return type(self)(**{**self.model_dump(exclude_unset=True), "tau": 0.0, "cap": 1.0})
 
 
 class KeyGate:
