@@ -191,3 +191,14 @@ def find_shipped_gate(kind: Kind, fingerprint: str) -> Path | None:
             continue
         return path
     return None
+
+
+def find_gate(kind: Kind, given: str | None, fingerprint: str, model: str) -> Path:
+    """The gate file of a policy's `gate` knob, or else the shipped one; PolicyError if there is none."""
+    found = Path(given) if given else find_shipped_gate(kind, fingerprint)
+    if found is None:
+        raise PolicyError(
+            f"{kind} has no shipped gate for {model or 'this model'}: train one with `kvplug train-gate {kind} MODEL "
+            f'--texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
+        )
+    return found

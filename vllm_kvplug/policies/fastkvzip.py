@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import Field
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig, share_of
-from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.gates.files import SinkGateShape, find_shipped_gate, load_gate, read_metadata
+from vllm_kvplug.config import PolicyConfig, share_of
+from vllm_kvplug.gates.files import SinkGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.plan import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, Policy
@@ -83,12 +81,7 @@ class FastKVzip(Policy[FastKVzipConfig]):
 
     def __init__(self, config: FastKVzipConfig, shape: ModelShape):
         super().__init__(config, shape)
-        self.path = Path(config.gate) if config.gate else find_shipped_gate("fastkvzip", shape.fingerprint)
-        if self.path is None:
-            raise PolicyError(
-                f"fastkvzip has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate "
-                f'fastkvzip MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
-            )
+        self.path = find_gate("fastkvzip", config.gate, shape.fingerprint, shape.name)
         trained = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
         assert isinstance(trained, SinkGateShape)
         self._dim, self._sinks = trained.dim, trained.sinks
@@ -102,7 +95,6 @@ class FastKVzip(Policy[FastKVzipConfig]):
         return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
-        assert self.path is not None
         gate, _ = load_gate("fastkvzip", self.path, ProfiledModel.of_shape(self.shape))
         return HiddenGate(gate, slice(heads.start, heads.stop), dtype, device)
 

@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import Field
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig
+from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.gates.files import WriteGateShape, find_shipped_gate, load_gate, read_metadata
+from vllm_kvplug.gates.files import WriteGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.plan import AdmissionCuts, Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, LocalWindow, Policy
@@ -76,12 +75,7 @@ class WGKV(Policy[WGKVConfig]):
 
     def __init__(self, config: WGKVConfig, shape: ModelShape):
         super().__init__(config, shape)
-        self.path = Path(config.gate) if config.gate else find_shipped_gate("wgkv", shape.fingerprint)
-        if self.path is None:
-            raise PolicyError(
-                f"wgkv has no shipped gate for {shape.name or 'this model'}: train one with `kvplug train-gate wgkv "
-                f'MODEL --texts FILE` and pass {CONFIG_FLAG} \'{{"gate": "OUT.safetensors"}}\''
-            )
+        self.path = find_gate("wgkv", config.gate, shape.fingerprint, shape.name)
         if not shape.rotary:
             raise PolicyError(
                 "wgkv reads keys as they were before RoPE, and does not know how "
@@ -100,7 +94,6 @@ class WGKV(Policy[WGKVConfig]):
         return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
-        assert self.path is not None
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
         rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
         return KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))

@@ -213,7 +213,7 @@ class Runtime:
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
         live_decodes = min(decode_rows, len(rows))
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
-        phases = [self._begin_decode(rows[i], lengths[i], block_rows[i : i + 1]) for i in range(live_decodes)]
+        phases = [self._begin_decode(rows[i], lengths[i], i, block_rows) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
         self._place[:padded_tokens] = -1
         if decode_rows:
@@ -246,11 +246,13 @@ class Runtime:
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
     ) -> None:
         """Remember which requests there is something to do for after this step, and what it computes of them."""
+        if not self.policy.shares_budget:
+            return
         for i, (request, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
             if isinstance(request.plan, SharedPlan):
-                request.row = block_rows[i : i + 1]
                 cut = request.plan.cuts_of(request.prefill_end).next(length - 1) == length
                 if cut or (self.admitter and count > 1):
+                    request.row = block_rows[i : i + 1]
                     self._due.append((request, length - count, length))
 
     def _plan_decode(self, rows: int) -> None:
@@ -282,14 +284,15 @@ class Runtime:
         self._decoding, self._due = [], []
         self.in_step = False
 
-    def _begin_decode(self, request: LiveRequest, length: int, row: torch.Tensor) -> int:
+    def _begin_decode(self, request: LiveRequest, length: int, row: int, block_rows: torch.Tensor) -> int:
         """Before a row of one token runs: land what is due. Returns the place of its query in the drift window.
 
         The row may be a prompt's: a chunk of one token.
         """
         if request.cut_at_end and (self.retriever or length <= request.prefill_end):
             self._decoding.append((request, length))
-            request.row = row
+            if length <= request.prefill_end:
+                request.row = block_rows[row : row + 1]
         if self.retriever is None:
             return 0
         if length > request.prefill_end:
