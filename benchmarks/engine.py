@@ -21,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 
 engine = compat.llm
 
+SHARED_GPU: dict[str, int] = {} if torch.version.cuda is None else {"kv_cache_memory_bytes": 16 << 30}
+"""A pool of fixed size, for measurements of accuracy: several may run on one GPU, which no speed comes from."""
+
 
 def greedy(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
     """Greedy continuations of token-id prompts, all submitted at once."""

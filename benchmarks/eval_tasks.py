@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import engine
+from benchmarks.engine import SHARED_GPU, engine
 from vllm_kvplug.eval.scoring import interval, relative
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
@@ -97,7 +97,7 @@ class Examination:
         asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
         names = [e["task"] for e in asked]
         common = {"dtype": self.dtype, "max_model_len": 2 * self.tokens, "max_num_seqs": 16, "enforce_eager": True}
-        common |= {"max_num_batched_tokens": max(2048, self.tokens), "gpu_memory_utilization": 0.3}
+        common |= {"max_num_batched_tokens": max(2048, self.tokens), **SHARED_GPU}
         with engine(self.model, **common) as llm:
             full = scores(llm, tasks, tokenizer, asked)
         metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import engine
+from benchmarks.engine import SHARED_GPU, engine
 from benchmarks.eval_tasks import examples, load_tasks
 from benchmarks.parity import GRAPHS, prompts
 from vllm_kvplug.tiny import random_gate
@@ -89,7 +89,7 @@ def main() -> None:
         "tasks": [(e["ids"], e["max_tokens"]) for e in made],
         "open text": [(ids, 32) for ids in prompts(args.model)],
     }
-    common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.3}
+    common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512, **SHARED_GPU}
     rows: list[dict[str, Any]] = []
     metrics: dict[str, float] = {}
     first: dict[str, Generated] = {}

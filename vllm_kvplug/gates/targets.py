@@ -131,9 +131,10 @@ def attention_inputs(model: PreTrainedModel, layers: slice) -> Iterator[list[Ten
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, frame: Frame, contexts: list[Tensor], layers: slice) -> Tensor:
-    """Attention inputs of those layers for all contexts [layers, total tokens, D], on the CPU in the model's dtype."""
+    """Attention inputs of those layers for all contexts [layers, total tokens, D], of the model's dtype, beside it."""
     shape = (layers.stop - layers.start, sum(map(len, contexts)), model.config.hidden_size)
-    found, place = torch.empty(shape, dtype=model.dtype), 0  # filled in place: it is as large as memory allows
+    found = torch.empty(shape, dtype=model.dtype, device=model.device)  # filled in place: as large as memory allows
+    place = 0
     for context in contexts:
         with attention_inputs(model, layers) as seen:
             model.base_model(torch.cat([frame.before, context])[None].to(model.device), use_cache=False)

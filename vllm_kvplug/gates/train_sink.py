@@ -83,12 +83,14 @@ def train_sink_gate(
     for first in range(0, layers, size):
         group = slice(first, min(first + size, layers))
         hidden = hidden_states(model, frame, contexts, group)
+        wanted = targets[group].to(hidden.device)
         part = gate.part(group).to(model.device)
         saved = replace(checkpoint, path=checkpoint.path / f"layers-{group.start}-{group.stop}")
         label = f"fastkvzip, layers {group.start} to {group.stop - 1}"
-        history = _train_group(part, hidden, targets[group], settings, saved, label)
+        history = _train_group(part, hidden, wanted, settings, saved, label)
         losses += torch.tensor(history["loss"]) * len(hidden) / layers
-        results += _held_out(part, hidden, targets[group])
+        results += _held_out(part, hidden, wanted)
+        del hidden  # before the next group's are made
         gate.put(group, part)
     return {"loss": losses.tolist()}, _summary(results)
 
@@ -96,14 +98,14 @@ def train_sink_gate(
 def _train_group(
     gate: SinkGate, hidden: Tensor, targets: Tensor, settings: SinkTraining, checkpoint: Checkpoint, label: str
 ) -> History:
-    device = gate.bias.device
     train = torch.arange(hidden.shape[1])
     train = train[train % HELD_OUT != 0]
     optimizer = torch.optim.SGD(gate.parameters(), lr=settings.learning_rate, momentum=0.9)
 
     def step(number: int) -> dict[str, float]:
         chosen = train[samples(number, len(train), min(settings.batch, len(train)), settings.seed)]
-        return sink_step(gate, hidden[:, chosen].to(device).float(), targets[..., chosen].to(device))
+        chosen = chosen.to(hidden.device)
+        return sink_step(gate, hidden[:, chosen].float(), targets[..., chosen])
 
     schedule = partial(rate, settings.steps, settings.learning_rate)
     return run_steps(gate, optimizer, schedule, step, settings.steps, checkpoint, label)
@@ -129,8 +131,8 @@ def _targets(model: PreTrainedModel, contexts: list[Tensor], frame: Frame, chunk
 @torch.no_grad()
 def _held_out(gate: SinkGate, hidden: Tensor, targets: Tensor) -> list[dict[str, float]]:
     """Per layer: loss, rank correlation and recall at 30%, the last two as means over heads."""
-    hidden, targets = hidden[:, ::HELD_OUT], targets[..., ::HELD_OUT].to(gate.bias.device)
-    scores = gate.score(slice(None), hidden.to(gate.bias.device).float())
+    hidden, targets = hidden[:, ::HELD_OUT], targets[..., ::HELD_OUT]
+    scores = gate.score(slice(None), hidden.float())
     loss = F.binary_cross_entropy(scores, targets, reduction="none").mean(-1).sum(-1)
     columns = {"loss": loss, "rank_correlation": rank_correlation(scores, targets).mean(-1)}
     columns["recall30"] = recall(scores, targets, 0.3).mean(-1)
