@@ -126,8 +126,8 @@ class WGKV(Rule):
 
     weights: of the gate, by name: norm_pre, norm_rope [L, d]; w1 [L, H, m, 2d]; b1 [L, H, m]; w2 [L, H, m]; b2 [L, H].
     key_weights: the model's, [L] x [H * d, D]: keys before RoPE are taken from there. cap: the share of what lies
-    before the window that heads may keep together; they are held to it every `every` tokens of a prompt, at its end,
-    and every 128 tokens of an answer.
+    before the window, protected tokens aside, that heads may keep together; they are held to it every `every` tokens
+    of a prompt, at its end, and every 128 tokens of an answer.
     """
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -141,8 +141,14 @@ class WGKV(Rule):
 
     def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
         distance = query_pos[:, None] - key_pos
-        admitted = (layer.gate > self.tau) | (key_pos < self.sinks)
+        admitted = (layer.gate > self.tau) | (key_pos < self.sinks) | self.safe(key_pos)
         return (distance >= 0) & ((distance < self.window) | admitted[:, None])
+
+    def safe(self, position: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(position, dtype=torch.bool)
+        for start, end in self.protect:
+            found |= (position >= start) & (position < end)
+        return found
 
     def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         w = {name: weight[index] for name, weight in self.weights.items()}
@@ -169,10 +175,13 @@ class WGKV(Rule):
         for rank in range(self.ranks):
             pairs = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
             admitted = [(t, i, h) for t in old for i, h in pairs if layers[i].keep[h, t]]
-            most = int(Fraction(str(self.cap)) * len(old) * len(pairs))
-            best = sorted(
-                admitted, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]) if one[0] >= self.sinks else -9.0
-            )
+            safe = {t for t in old if t < self.sinks or any(start <= t < end for start, end in self.protect)}
+            most = len(safe) * len(pairs) + int(Fraction(str(self.cap)) * (len(old) - len(safe)) * len(pairs))
+
+            def order(one: tuple[int, int, int], safe=safe) -> float:
+                return -9.0 if one[0] in safe else -float(layers[one[1]].gate[one[2], one[0]])
+
+            best = sorted(admitted, key=order)
             for t, i, h in best[most:]:
                 layers[i].keep[h, t] = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def check_steps(rule: WGKV, replay: Replay, prompt_end: int, seen: Sequence[Snap
             for head, gate in enumerate(layer.gate):
                 before = cuts[last][i][head] if last else []
                 known = [*before, *range(last, length)]
-                stays = [t for t in known if t >= length - rule.window or gate[t] > rule.tau or t < rule.sinks]
+                safe = {*range(rule.sinks), *(t for start, end in rule.protect for t in range(start, end))}
+                stays = [t for t in known if t >= length - rule.window or gate[t] > rule.tau or t in safe]
                 assert snapshot.kept[i][head] == stays, f"layer {i} head {head} at {length} of a prompt of {prompt_end}"
 
 
@@ -89,6 +91,33 @@ def test_steps_equal_reference(name: str, chunk: int, tiny_model_dir: Path, repl
     stored = sum(len(head) for layer in replays[longest].kept_at_end for head in layer)
     share = stored / (LAYERS * KV_HEADS * (longest + STEPS))
     assert 0.05 < share < 0.9, f"the gate lets {share:.2f} through: it decides nothing"
+
+
+@dataclass(frozen=True)
+class Protecting(WGKV):
+    protect: tuple[tuple[int, int], ...] = ()
+
+
+# Across a page and the window, up to the end, and a last token that is a chunk of its own.
+PROTECTED = [(300, ((3, 40), (120, 121))), (511, ((200, 511),)), (257, ((230, 257),))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_protected_ranges(name: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    case = wgkv(tiny_model_dir, **CASES[name])
+    rules = [Protecting(**vars(case.rule), protect=ranges) for _, ranges in PROTECTED]
+    asks = []
+    for i, (n, ranges) in enumerate(PROTECTED):
+        extra = {"kvplug.protect": [list(one) for one in ranges]}
+        asks.append(Ask(token_ids(n), STEPS, arrives=i, sampling={**EVERYTHING, "extra_args": extra}))
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = Watch(llm, integrity=True)
+        answers = serve(llm, asks)
+        assert scheduler(llm).kv_cache_manager.usage == 0
+    for ask, rule, answer in zip(asks, rules, answers, strict=True):
+        replay = reference.replay(ask.prompt, rule, STEPS)
+        check_steps(rule, replay, len(ask.prompt), watch.snapshots[answer.request_id])
+        check_logprobs(answer, replay)
 
 
 def test_everything_admitted_is_stock(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import wgkv
 from engine_tools import (
     Snapshot,
     Watch,
@@ -65,6 +66,20 @@ class Chat:
     def framed(self, system: str) -> int:
         """Tokens of a system prompt and its frame."""
         return len(self.tokens(f"<|start|>system\n{system}<|end|>"))
+
+
+def test_behind_a_window_that_a_gate_guards(model: Path, tmp_path: Path) -> None:
+    """A write gate that lets nothing through is not asked about a system prompt."""
+    case = wgkv(model, tau=1.0)
+    settings = {"skip_tokenizer_init": False, "max_model_len": 1024, **case.arguments(model, tmp_path)}
+    with tiny_engine(model, **settings) as llm:
+        chat = Chat(llm)
+        prompt, seen = chat(HOSTILE["the question's"])
+        end = chat.framed(SYSTEM)
+    assert len(prompt) > end + 100
+    for snapshot in (s for s in seen if s.length >= len(prompt)):
+        stored = [*range(end), *range(snapshot.length - 32, snapshot.length)]
+        assert all(list(head) == stored for layer in snapshot.kept for head in layer)
 
 
 def chatting(model: Path, **more: Any) -> Iterator[Chat]:

@@ -34,6 +34,11 @@ class RequestOptions:
     protect: tuple[tuple[int, int], ...] = ()
     off: bool = False
 
+    def given(self) -> list[str]:
+        """Keys of the options that are not as they are for everyone."""
+        present = (self.budget is not None, bool(self.protect), self.off)
+        return [key for key, here in zip(KEYS, present, strict=True) if here]
+
     def protected(self, tokens: int) -> int:
         """How many of the first `tokens` tokens are protected."""
         return sum(max(min(end, tokens) - start, 0) for start, end in self.protect)

@@ -214,6 +214,9 @@ class Cuts:
         safe = ends + self._protected(self.decode.sinks, cut - self.decode.recent)
         return min(before, max(self.decode.budget, safe) * heads)
 
+    def protects(self, token: int) -> bool:
+        return any(start <= token < end for start, end in self.protect)
+
     def _protected(self, start: int, end: int) -> int:
         return sum(max(min(b, end) - max(a, start), 0) for a, b in self.protect)
 
@@ -223,7 +226,7 @@ class AdmissionCuts(Cuts):
     """Of a request whose heads store what a gate lets through, behind a local window of `window` tokens.
 
     What is stored after a cut is an upper bound: of the tokens that have left the window, heads together keep at most
-    `share`.
+    `share`, beside those that are protected.
     """
 
     def stored(self, cut: int, before: int, heads: int) -> int:
@@ -231,7 +234,9 @@ class AdmissionCuts(Cuts):
 
     def admitted(self, cut: int, heads: int) -> int:
         """Most tokens that `heads` heads together store beside their windows, after a cut."""
-        return int(self.share * max(cut - self.window, 0) * heads)
+        left = max(cut - self.window, 0)
+        safe = self._protected(0, left)
+        return safe * heads + int(self.share * (left - safe) * heads)
 
 
 @dataclass

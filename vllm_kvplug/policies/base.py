@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.options import KEYS, OptionError, RequestOptions
+from vllm_kvplug.options import OptionError, RequestOptions
 from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
@@ -205,7 +205,8 @@ class Policy(ABC, Generic[ConfigT]):
         return PagePlan(self.shape, kept, self.ring.tokens if self.ring else None)
 
     def _cuts_with_protected(self, prompt_len: int) -> Cuts:
-        return replace(self.cuts(prompt_len), protect=self.options.protect)
+        cuts = self.cuts(prompt_len)
+        return replace(cuts, protect=self.options.protecting(*cuts.protect).protect)
 
     def _kept_with_protected(self, prompt_len: int) -> Kept:
         kept, least = self.kept(prompt_len), self.options.protected(prompt_len)
@@ -216,8 +217,11 @@ class Policy(ABC, Generic[ConfigT]):
         return self if options == self.options else _for_request(self, options)
 
     def _for_request(self, options: RequestOptions) -> Self:
-        if self.ring is not None or self.local is not None:
-            raise OptionError(f"policy '{self.name}' has one ring for all: remove {', '.join(KEYS)}")
+        refused = options.given() if self.ring is not None else []
+        if self.local is not None:
+            refused = [key for key in options.given() if key != "kvplug.protect"]
+        if refused:
+            raise OptionError(f"policy '{self.name}' has one ring for all: remove {', '.join(refused)}")
         asked = 1.0 if options.off else options.budget
         if asked is not None and asked > self.config.max_request_budget:
             limit = self.config.max_request_budget

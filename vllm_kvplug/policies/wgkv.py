@@ -35,7 +35,7 @@ class WGKVConfig(PolicyConfig):
     window: int | None = Field(
         default=None, ge=1, description="Last tokens that heads see whatever the gate says. Default: the gate's."
     )
-    sinks: int = Field(default=0, ge=0, description="First tokens that are admitted whatever the gate says.")
+    sinks: int = Field(default=0, ge=0, description="First tokens that are protected in every request.")
     cap: float = Field(
         default=1.0,
         gt=0,
@@ -91,7 +91,8 @@ class WGKV(Policy[WGKVConfig]):
         assert self.local is not None
         decode = DecodeCuts(DECODE_EVERY, budget=0, sinks=self.local.sinks, recent=self.local.tokens)
         cap = Fraction(str(self.config.cap))
-        return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode)
+        safe = ((0, self.local.sinks),) if self.local.sinks else ()
+        return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode, safe)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))

@@ -52,6 +52,9 @@ class Admitter(Cutter):
         assert isinstance(plan, SharedPlan) and request.row is not None
         cuts = plan.cuts_of(prompt)
         assert isinstance(cuts, AdmissionCuts)
+        if end - start == 1 and cuts.protects(start):  # a chunk of one token, scored like an answer's
+            index = torch.full((self.geometry.heads, 1), start % self.local.tokens, device=self.tables.lengths.device)
+            self.tables.scores.view(-1)[self._locate(request, index)] = torch.inf
         if end - start == 1 and cuts.share == 1:
             return
         lengths = self.tables.lengths[request.slot].long()

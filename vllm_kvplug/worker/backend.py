@@ -124,7 +124,7 @@ class HeadPageImpl(AttentionImpl):
         place = step.place[:, first : first + self.num_kv_heads]
         # Prompt chunks read what the request stored before this step, so they attend before anything is written.
         tokens = step.tokens
-        scores = runtime.scores(index, key[:tokens], step.position)
+        scores = runtime.scores(index, key[:tokens], step)
         self._attend_chunks(step, first, query, key, value, scores, output)
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if scores is not None:

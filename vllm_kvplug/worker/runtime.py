@@ -240,7 +240,21 @@ class Runtime:
             self._position[:padded_tokens],
             prefill,
             ops.prefill_plan(described, self.device),
+            self._protected(rows[decode_rows:], prefill, padded_tokens) if self.admitter else None,
         )
+
+    def _protected(
+        self, requests: Sequence[LiveRequest], chunks: Sequence[PrefillRow], tokens: int
+    ) -> torch.Tensor | None:
+        """Which of a batch's tokens their requests protect, bool [tokens]; None if they protect none."""
+        if not any(request.policy.options.protect for request in requests):
+            return None
+        protected = torch.zeros(tokens, dtype=torch.bool, device=self.device)
+        for request, chunk in zip(requests, chunks, strict=True):
+            of_chunk = protected[chunk.tokens]
+            for start, end in request.policy.options.protect:
+                of_chunk[max(start - chunk.start, 0) : max(end - chunk.start, 0)] = True
+        return protected
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
@@ -250,8 +264,9 @@ class Runtime:
             return
         for i, (request, count, length) in enumerate(zip(rows, counts, lengths, strict=True)):
             if isinstance(request.plan, SharedPlan):
-                cut = request.plan.cuts_of(request.prefill_end).next(length - 1) == length
-                if cut or (self.admitter and count > 1):
+                cuts = request.plan.cuts_of(request.prefill_end)
+                cut = cuts.next(length - 1) == length
+                if cut or (self.admitter and (count > 1 or cuts.protects(length - 1))):
                     request.row = block_rows[i : i + 1]
                     self._due.append((request, length - count, length))
 
@@ -313,12 +328,13 @@ class Runtime:
         stored = min(start, self.ring_tokens)
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
 
-    def scores(self, layer: int, key: torch.Tensor, position: torch.Tensor) -> torch.Tensor | None:
+    def scores(self, layer: int, key: torch.Tensor, step: Step) -> torch.Tensor | None:
         """What the gate thinks of a layer's new tokens, float32 [tokens, KV heads]; None without a gate."""
         if self.gate is None:
             return None
         projected = None if self.projected is None else self.projected[: len(key)]
-        return self.gate.score(layer, key, position, projected)
+        scores = self.gate.score(layer, key, step.position, projected)
+        return scores if step.protected is None else scores.masked_fill(step.protected[:, None], torch.inf)
 
     def record_decodes(self, step: Step, layer: int, query: torch.Tensor) -> None:
         """Keep what scorers and drift checks need of the decode rows' queries. Safe inside a captured graph."""

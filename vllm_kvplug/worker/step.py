@@ -37,6 +37,7 @@ class Step:
     prefill_plan: the `ops.prefill_plan` of the prefill rows.
     place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
     position: int64 [tokens], in their sequences; of padding anything.
+    protected: bool [tokens], whether they are admitted whatever the gate says; None if none is.
     """
 
     decode_rows: int
@@ -46,6 +47,7 @@ class Step:
     position: torch.Tensor
     prefill: tuple[PrefillRow, ...] = ()
     prefill_plan: Any = None
+    protected: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
