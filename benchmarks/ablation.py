@@ -1,6 +1,7 @@
 """What HeteroCache's parts are worth: whole, without retrieval, and without allocation by stability.
 
     python -m benchmarks.ablation MODEL --tasks tasks.py --out FILE [--tokens 2048] [--examples 40] [--rho 0.5 0.4]
+        [--profile FILE] [--knobs JSON]
 
 Without allocation every compressed head has the same budget. The trigger rate is triggers per pivot and decoded
 token of the whole policy at the first rho.
@@ -19,10 +20,11 @@ from benchmarks.eval_tasks import Examination, Runs
 from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped, model_fingerprint
 
 
-def shipped_profile(model: str) -> HeadProfile:
+def profile_of(model: str, given: Path | None) -> HeadProfile:
+    """The profile in `given`, or the one that is shipped for the model."""
     from transformers import AutoConfig
 
-    found = find_shipped(model_fingerprint(AutoConfig.from_pretrained(model)))
+    found = given or find_shipped(model_fingerprint(AutoConfig.from_pretrained(model)))
     if found is None:
         raise SystemExit(f"no head profile is shipped for {model}")
     return HeadProfile.load(found)
@@ -34,25 +36,25 @@ def uniform(profile: HeadProfile) -> HeadProfile:
     return HeadProfile.model_validate({**profile.model_dump(), "weights": weights})
 
 
-def runs_of(rhos: list[float], uniform_profile: Path) -> Runs:
+def runs_of(rhos: list[float], knobs: dict[str, Any], uniform_profile: Path) -> Runs:
     runs: Runs = {}
     for rho in rhos:
-        suffix = "" if rho == rhos[0] else f"_rho{round(100 * rho)}"
-        runs[f"whole{suffix}"] = ("heterocache", {"rho": rho})
-        runs[f"no_retrieval{suffix}"] = ("heterocache", {"rho": rho, "host_gib": 0})
-        runs[f"no_allocation{suffix}"] = ("heterocache", {"rho": rho, "profile": str(uniform_profile)})
+        suffix, whole = "" if rho == rhos[0] else f"_rho{round(100 * rho)}", {**knobs, "rho": rho}
+        runs[f"whole{suffix}"] = ("heterocache", whole)
+        runs[f"no_retrieval{suffix}"] = ("heterocache", {**whole, "host_gib": 0})
+        runs[f"no_allocation{suffix}"] = ("heterocache", {**whole, "profile": str(uniform_profile)})
     return runs
 
 
-def trigger_rate(counted: dict[str, float], profile: HeadProfile, window: int = 5) -> float:
+def trigger_rate(counted: dict[str, float], profile: HeadProfile, window: int) -> float:
     """Triggers per pivot and decoded token; every check compares all pivots once in `window` tokens."""
     return counted["drift_triggers"] / (counted["drift_checks"] * profile.count("pivot") * window)
 
 
-def add_trigger_rate(out: Path, profile: HeadProfile) -> None:
+def add_trigger_rate(out: Path, profile: HeadProfile, window: int) -> None:
     content: dict[str, Any] = json.loads(out.read_text())
     (counted,) = [row["counted"] for row in content["rows"] if row["run"] == "whole"]
-    content["metrics"]["trigger_rate"] = trigger_rate(counted, profile)
+    content["metrics"]["trigger_rate"] = trigger_rate(counted, profile, window)
     report.write(out, content)
 
 
@@ -61,13 +63,16 @@ def main() -> None:
     Examination.add_arguments(parser, tokens=2048, examples=40)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rho", type=float, nargs="+", default=[0.5, 0.4])
+    parser.add_argument("--profile", type=Path, help="instead of the shipped one")
+    parser.add_argument("--knobs", type=json.loads, default={}, help="of all runs, as JSON")
     args = parser.parse_args()
-    profile = shipped_profile(args.model)
+    profile = profile_of(args.model, args.profile)
+    knobs = {**args.knobs, **({"profile": str(args.profile)} if args.profile else {})}
     with tempfile.TemporaryDirectory() as folder:
         uniform(profile).save(Path(folder) / "uniform.json")
-        runs = runs_of(args.rho, Path(folder) / "uniform.json")
+        runs = runs_of(args.rho, knobs, Path(folder) / "uniform.json")
         Examination.of(args).measure(f"ablation{args.tokens}", runs, args.out)
-    add_trigger_rate(args.out, profile)
+    add_trigger_rate(args.out, profile, args.knobs.get("drift_window", 5))
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ class Examination:
     examples: int
     seed: int
     dtype: str
+    concurrent: int
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser, tokens: int, examples: int) -> None:
@@ -84,10 +85,11 @@ class Examination:
         parser.add_argument("--examples", type=int, default=examples)
         parser.add_argument("--seed", type=int, default=9001)
         parser.add_argument("--dtype", default="float32")
+        parser.add_argument("--concurrent", type=int, default=16, help="requests at once")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Examination:
-        return cls(args.model, args.tasks, args.tokens, args.examples, args.seed, args.dtype)
+        return cls(args.model, args.tasks, args.tokens, args.examples, args.seed, args.dtype, args.concurrent)
 
     def measure(self, key: str, runs: Runs, out: Path) -> None:
         """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
@@ -96,7 +98,12 @@ class Examination:
         tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
         asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
         names = [e["task"] for e in asked]
-        common = {"dtype": self.dtype, "max_model_len": 2 * self.tokens, "max_num_seqs": 16, "enforce_eager": True}
+        common = {
+            "dtype": self.dtype,
+            "max_model_len": 2 * self.tokens,
+            "max_num_seqs": self.concurrent,
+            "enforce_eager": True,
+        }
         common |= {"max_num_batched_tokens": max(2048, self.tokens), **SHARED_GPU}
         with engine(self.model, **common) as llm:
             full = scores(llm, tasks, tokenizer, asked)

@@ -94,7 +94,7 @@ def main() -> None:
     metrics: dict[str, float] = {}
     first: dict[str, Generated] = {}
     whole, compressed = (GATED_WHOLE, GATED_COMPRESSED) if args.gated else (WHOLE, COMPRESSED)
-    for dtype, cases in (("bfloat16", whole + compressed), ("float32", whole[:1])):
+    for dtype, cases in (("float32", whole[:1]), ("bfloat16", whole + compressed)):
         for mode, arguments in MODES.items():
             for policy, knobs in [(None, None), *cases]:
                 name = f"{policy} {knobs}" if policy else "stock"

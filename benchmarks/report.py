@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,11 +44,11 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> str:
-    import torch
-
     cores = os.cpu_count()
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {cores} CPU cores"
+    if shutil.which("nvidia-smi"):  # torch would initialise CUDA, and the next engine then starts slowly
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+        return f"{len(names)} x {names[0]}, {cores} CPU cores"
     model = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), ":unknown")
     return f"CPU {model.split(':')[1].strip()}, {cores} cores"
 

@@ -187,7 +187,7 @@ def prompt_length(prompt: Any) -> int:
 @contextmanager
 def llm(model: str, **arguments: Any) -> Iterator[Any]:
     """A vllm.LLM that is gone afterwards, with its memory and process groups."""
-    from vllm import LLM
+    from vllm import LLM, envs
     from vllm.distributed import cleanup_dist_env_and_memory
 
     engine = LLM(model, **arguments)
@@ -198,7 +198,8 @@ def llm(model: str, **arguments: Any) -> Iterator[Any]:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
-        cleanup_dist_env_and_memory()
+        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:  # it initialises CUDA, after which engines no longer start by fork
+            cleanup_dist_env_and_memory()
 
 
 def generate(

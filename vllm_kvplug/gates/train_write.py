@@ -72,7 +72,8 @@ def gated_attention(query: Tensor, key: Tensor, value: Tensor, gates: Tensor, wi
         bias = torch.where(age < window, 0.0, log_gates[:, None, None, :last])  # [H, 1, block, last]
         bias = bias.masked_fill(age < 0, -torch.inf).to(query.dtype).expand(-1, query.shape[1], -1, -1)
         part = query[:, :, first:last], key[:, :, :last], value[:, :, :last], bias
-        with sdpa_kernel(DIFFERENTIATE_MASKS):
+        # Without gradients, torch 2.11's memory-efficient kernel reads outside of memory here.
+        with sdpa_kernel(DIFFERENTIATE_MASKS if torch.is_grad_enabled() else SDPBackend.MATH):
             blocks.append(F.scaled_dot_product_attention(*part, scale=scale))
     return torch.cat(blocks, dim=2)
 
