@@ -1,8 +1,10 @@
-"""The prefill kernel against plain torch: rows of a batch, stored pages, rings, poisoned tails."""
+"""Attention of prompt chunks, our kernel's and FlashAttention's, against plain torch: stored pages, rings, poison."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from kernel_tools import DEVICE, INTERPRETED, run_interpreted, runs_kernel, star
 
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
+from vllm_kvplug.worker.flash import FlashPlan, flash_attention
+from vllm_kvplug.worker.step import PrefillRow
 
 NAN = float("nan")
 UNBOUNDED = 1 << 30
@@ -119,6 +123,16 @@ class Batch:
         )
         return self.out
 
+    def run_flash(self) -> torch.Tensor:
+        rows = [
+            PrefillRow("", slot, slice(at, at + tokens), before, before + tokens, 0, False)
+            for slot, at, tokens, before, _ in self.plan_rows
+        ]
+        plan = FlashPlan.of(rows, self.case.heads, torch.device(DEVICE))
+        new = self.out, self.query, self.key, self.value
+        flash_attention(*new, self.pool.pages, self.tables, plan, self.first_head, self.scale)
+        return self.out
+
     def reference(self) -> torch.Tensor:
         """Every query over the whole history of its request, with a mask."""
         expected = torch.full(self.query.shape, NAN)
@@ -151,6 +165,44 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
         pytest.skip("the interpreter computes with numpy, which has no bfloat16")
     batch = Batch(case, dtype)
     actual = batch.run().float().cpu()
+    torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+def slow_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor, **given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What flash_attn_varlen_func says it computes, sequence by sequence."""
+    out, lse = torch.zeros_like(query), torch.full((query.shape[1], len(query)), -torch.inf)
+    for i, (first, last) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        if given["causal"]:
+            k, v = key[first:last], value[first:last]
+        else:
+            pages, used = given["block_table"][i].long(), int(given["seqused_k"][i])
+            k, v = (x[pages].flatten(0, 1)[:used] for x in (key, value))
+        group = query.shape[1] // key.shape[-2]
+        for head in range(query.shape[1]):
+            scores = query[first:last, head] @ k[:, head // group].T * given["softmax_scale"]
+            if given["causal"]:
+                scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+            if len(k):
+                out[first:last, head] = scores.softmax(-1) @ v[:, head // group]
+                lse[head, first:last] = scores.logsumexp(-1)
+    return out, lse
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is no kernel of ours")
+@pytest.mark.parametrize("case", [c for c in CASES if not (c.ring or c.gated)], ids=lambda case: case.name)
+def test_through_flash_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with the library itself; here, what is asked of it."""
+    dtype = torch.bfloat16
+    if DEVICE == "cpu":
+        dtype = torch.float32
+        from vllm.v1.attention.ops import merge_attn_states as merging
+
+        monkeypatch.setattr("vllm_kvplug.worker.flash._attend", slow_flash)
+        monkeypatch.setattr(merging, "merge_attn_states", merging._merge_attn_states_torch)
+    batch = Batch(case, dtype)
+    actual = batch.run_flash().float().cpu()
     torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
 
 

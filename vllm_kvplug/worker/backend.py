@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_kvplug import compat, ops
 from vllm_kvplug.shape import PAGE
 from vllm_kvplug.worker.attention import Gated, chunk_attention
+from vllm_kvplug.worker.flash import FlashPlan, flash_attention
 from vllm_kvplug.worker.runtime import Runtime
 from vllm_kvplug.worker.step import PrefillRow, Step
 
@@ -162,6 +163,10 @@ class HeadPageImpl(AttentionImpl):
     ) -> None:
         runtime, ring = self.runtime, self.runtime.policy.ring
         assert runtime.tables is not None and runtime.pool is not None
+        if isinstance(step.prefill_plan, FlashPlan):
+            pages = runtime.pool.pages
+            flash_attention(output, query, key, value, pages, runtime.tables, step.prefill_plan, first, self.scale)
+            return
         if step.prefill_plan is not None:
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
             where = (runtime.pool.pages, tables.directory, tables.chunks, tables.lengths, step.prefill_plan)

@@ -21,9 +21,11 @@ from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker import flash
 from vllm_kvplug.worker.admission import Admitter
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
+from vllm_kvplug.worker.flash import FlashPlan
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
@@ -57,6 +59,8 @@ class Runtime:
         self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
         self.decode_ring = self.policy.local.tokens if self.policy.local else self.ring_tokens
         self.sinks = self.policy.ring.sinks if self.policy.ring else 0
+        bounded = self.policy.ring is not None or self.policy.local is not None
+        self.flash = not bounded and flash.runs_here(self.geometry.dtype, self.geometry.head_dim, self.device)
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
@@ -130,7 +134,7 @@ class Runtime:
         tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
         one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
-        if one_token is not None:
+        if one_token is not None and not self.flash:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
             where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
             local, gated = self.policy.local, None
@@ -231,7 +235,6 @@ class Runtime:
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
             for i in range(decode_rows, len(rows))
         )
-        described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in prefill]
         return Step(
             decode_rows,
             self._row_slot[:decode_rows],
@@ -239,7 +242,7 @@ class Runtime:
             self._place[:padded_tokens],
             self._position[:padded_tokens],
             prefill,
-            ops.prefill_plan(described, self.device),
+            self._plan_prefill(prefill),
             self._protected(rows[decode_rows:], prefill, padded_tokens) if self.admitter else None,
         )
 
@@ -269,6 +272,12 @@ class Runtime:
                 if cut or (self.admitter and (count > 1 or cuts.protects(length - 1))):
                     request.row = block_rows[i : i + 1]
                     self._due.append((request, length - count, length))
+
+    def _plan_prefill(self, rows: Sequence[PrefillRow]) -> Any:
+        if self.flash and rows:
+            return FlashPlan.of(rows, self.geometry.kv_heads, self.device)
+        described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in rows]
+        return ops.prefill_plan(described, self.device)
 
     def _plan_decode(self, rows: int) -> None:
         """Divide the work of the decode rows, once for all layers; their slots and lengths are final."""

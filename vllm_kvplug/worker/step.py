@@ -34,7 +34,8 @@ class Step:
 
     row_slot: int32 [decode_rows], the slot of each row's request, -1 for padding.
     phase: int64 [decode_rows], the place of each row's query in the window of the next drift check.
-    prefill_plan: the `ops.prefill_plan` of the prefill rows.
+    prefill_plan: of the prefill rows: a `FlashPlan` where FlashAttention serves, the `ops.prefill_plan` else; None on
+    the CPU.
     place: int64 [tokens, heads of the rank], where each token's K and V go in each (layer, head), -1 if nowhere.
     position: int64 [tokens], in their sequences; of padding anything.
     protected: bool [tokens], whether they are admitted whatever the gate says; None if none is.
