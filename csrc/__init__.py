@@ -8,9 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 
-# Named, because where the linker is called through the C compiler nobody else does: exceptions that torch's checks
-# throw then cross a library without the C++ runtime and end the process.
-LINK_FLAGS = ["-lstdc++"]
+# By file name, because `-lstdc++` may find the static archive alone. The library would then hold a second C++ runtime,
+# and writing a number into the message of an exception, a locale's work, ends the process.
+LINK_FLAGS = ["-l:libstdc++.so.6"]
 
 
 def sources(cuda: bool) -> list[str]:
