@@ -110,8 +110,10 @@ def flash_attention(
         softmax_scale=scale,
         causal=False,
     )
-    earlier = earlier.unflatten(0, (kv_heads, tokens)).transpose(0, 1).flatten(1, 2)  # [tokens, Hq, D]
-    earlier_lse = earlier_lse.unflatten(1, (kv_heads, tokens)).transpose(0, 1).flatten(0, 1)  # [Hq, tokens]
+    earlier = earlier.unflatten(0, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(1, 2)  # [tokens, Hq, D]
+    earlier_lse = (
+        earlier_lse.unflatten(1, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(0, 1)
+    )  # [Hq, tokens]
     merge_attn_states(out, earlier, earlier_lse, own, own_lse)
 
 
