@@ -141,6 +141,7 @@ def test_lengths_around_cuts(
 @dataclass(frozen=True)
 class Protecting(FastKVzip):
     protect: tuple[tuple[int, int], ...] = ()
+    context_end: int | None = None
 
 
 PROTECTED = [
