@@ -1,11 +1,12 @@
 """Scores of context-intensive tasks under a policy, relative to full attention on the same examples.
 
     python -m benchmarks.eval_tasks MODEL --tasks tasks.py --out FILE [--tokens 1024] [--examples 16]
-        [--run NAME=POLICY:JSON ...]
+        [--run NAME=POLICY:JSON ...] [--multiquery]
 
 tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
 answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
-bootstrap interval over examples.
+bootstrap interval over examples. With --multiquery policies cut the context before they see the question, which are the
+last meta["question_chars"] characters of the message: what they keep must serve any question.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,6 +36,10 @@ RUNS: Runs = {
 }
 
 
+WITHOUT_PROMPT_END = ("streaming", "wgkv")
+"""Policies that treat a context as they treat a question, and so have no option to tell one from the other."""
+
+
 def load_tasks(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location("eval_tasks_source", path)
     assert spec is not None and spec.loader is not None
@@ -47,18 +53,34 @@ def examples(tasks: Any, tokenizer: Any, model: str, tokens: int, count: int, se
     counter = tasks.counter(model)
     made = [tasks.make(task, tokens, seed, i, "eval", counter) for task in tasks.TASKS for i in range(count)]
     for example in made:
-        example["ids"] = tokenizer.apply_chat_template(
-            example["prompt_messages"], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+        example["ids"] = chat_ids(tokenizer, example["prompt_messages"])
         example["max_tokens"] = int(len(tokenizer(example["answer"])["input_ids"]) * 1.25) + 16
     return made
 
 
-def scores(llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]]) -> list[float]:
+def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def context_tokens(tokenizer: Any, example: dict[str, Any]) -> int:
+    """How many of a prompt's first tokens do not depend on the question."""
+    *before, last = example["prompt_messages"]
+    context = last["content"][: -example["meta"]["question_chars"]]
+    return len(commonprefix([example["ids"], chat_ids(tokenizer, [*before, {**last, "content": context}])]))
+
+
+def scores(
+    llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]], context_first: bool = False
+) -> list[float]:
+    """context_first: contexts are cut before the questions are seen."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": e["ids"]} for e in asked]
-    params = [SamplingParams(temperature=0, max_tokens=e["max_tokens"]) for e in asked]
+    marks = [{"kvplug.context_end": context_tokens(tokenizer, e)} if context_first else None for e in asked]
+    params = [
+        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=mark)
+        for e, mark in zip(asked, marks, strict=True)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         tasks.score(e["task"], e["meta"], o.outputs[0].text, e["answer"]) for e, o in zip(asked, outputs, strict=True)
@@ -67,7 +89,7 @@ def scores(llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]]) ->
 
 @dataclass(frozen=True)
 class Examination:
-    """A model and the examples it is asked, the same for every run."""
+    """A model and the examples it is asked, the same for every run. multiquery: without a look at the questions."""
 
     model: str
     tasks: Path
@@ -76,6 +98,7 @@ class Examination:
     seed: int
     dtype: str
     concurrent: int
+    multiquery: bool = False
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser, tokens: int, examples: int) -> None:
@@ -111,7 +134,7 @@ class Examination:
         rows = [_row("full", names, full, asked)]
         for name, (policy, knobs) in runs.items():
             with engine(self.model, **common, kv_policy=policy, kv_policy_config=knobs, disable_log_stats=False) as llm:
-                found = scores(llm, tasks, tokenizer, asked)
+                found = scores(llm, tasks, tokenizer, asked, self.multiquery and policy not in WITHOUT_PROMPT_END)
                 counted = policy_counts(llm)
             low, high = interval(names, found, full)
             metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
@@ -132,12 +155,14 @@ def main() -> None:
     Examination.add_arguments(parser, tokens=1024, examples=16)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--run", nargs="*", default=[], help="NAME=POLICY:JSON, instead of the standard runs")
+    parser.add_argument("--multiquery", action="store_true", help="contexts are cut before questions are seen")
     args = parser.parse_args()
     runs = RUNS
     if args.run:
         parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in args.run]
         runs = {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
-    Examination.of(args).measure(f"eval{args.tokens}", runs, args.out)
+    key = f"{'multiquery' if args.multiquery else 'eval'}{args.tokens}"
+    replace(Examination.of(args), multiquery=args.multiquery).measure(key, runs, args.out)
 
 
 def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:

@@ -36,8 +36,11 @@ def check_steps(
     """Asserts that every step of a request saw the reference's tokens in every head, and gave its distribution."""
     stored = {s.length: s.kept for s in snapshots}
     replay = reference.replay(prompt, replace(rule, engine=stored), len(answer.tokens))
-    assert equal_up_to_ties(stored[len(prompt)], replay), "scores tie in this example: choose another"
-    for length, kept in replay.kept.items():
+    context = len(prompt[: rule.context_end])
+    assert equal_up_to_ties(stored[context], replay), "scores tie in this example: choose another"
+    assert replay.kept.keys() - stored.keys() <= {*range(context, len(prompt))}, "not seen at the end of a step"
+    for length in replay.kept.keys() & stored.keys():
+        kept = replay.kept[length]
         for layer in range(len(kept)):
             for head in range(len(kept[layer])):
                 ours, theirs = set(stored[length][layer][head]), set(kept[layer][head])

@@ -160,7 +160,7 @@ def counting(llm: Any) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A request after a step: its tokens so far, those that its prompt ends with, and what every head stores."""
+    """A request after a step: its tokens so far, those after which its prompt is cut, and what every head stores."""
 
     length: int
     prompt_end: int
@@ -186,7 +186,7 @@ class Watch:
         def watched_begin(lifecycle: Any) -> None:
             lengths.clear()
             for request_id, admission in lifecycle.admitted.items():
-                self.admitted.setdefault(request_id, []).append(admission.prefill_end)
+                self.admitted.setdefault(request_id, []).append(admission.tokens)
             begin_step(lifecycle)
 
         def watched_prepare(request_ids: Sequence[str], starts: Any, ends: Sequence[int], *rest: Any) -> Any:

@@ -49,6 +49,7 @@ class Rule:
 
     newest = 0  # so many of the prompt's last tokens are kept before all others
     protect: Sequence[tuple[int, int]] = ()  # ranges of the prompt that every head keeps, beyond its budget if need be
+    context_end: int | None = None  # so many tokens are the prompt as far as the rule is concerned; None: all
 
     def sees(self, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
         """query_pos [n], key_pos [T] -> bool [n, T]. What the newest query cannot see is not stored."""
@@ -80,8 +81,8 @@ class Rule:
     def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
         """Drop tokens of a prompt of `tokens` of which `length` are in; the last cut was at `before`."""
 
-    def watch(self, layers: list[Layer]) -> Watcher:
-        """What happens to stored tokens while the request decodes, from a complete prompt on."""
+    def watch(self, layers: list[Layer], tokens: int) -> Watcher:
+        """What happens to stored tokens behind a complete prompt; all of `tokens` are given, more are decoded."""
         return Watcher()
 
 
@@ -251,6 +252,11 @@ def share_out(total: int, weights: Sequence[float], low: int, high: int) -> list
     return result
 
 
+def protected(ranges: Sequence[tuple[int, int]], tokens: int) -> list[int]:
+    """Positions in disjoint ranges, of the first `tokens`."""
+    return [t for start, end in ranges for t in range(start, min(end, tokens))]
+
+
 def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple[int, int]] = ()) -> list[int]:
     """A head's `budget` tokens: protected ones, then the last `newest`, then by score [T], then the earlier."""
     tokens = len(scores)
@@ -261,7 +267,7 @@ def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple
             return 0, t
         return (1, -t) if t >= tokens - newest else (2, -values[t], t)
 
-    return sorted(sorted(range(tokens), key=rank)[: max(budget, sum(end - start for start, end in protect))])
+    return sorted(sorted(range(tokens), key=rank)[: max(budget, len(protected(protect, tokens)))])
 
 
 @dataclass
@@ -273,7 +279,7 @@ class Replay:
     logits: float32 [steps, vocab]; row i is what tokens[i] was chosen from.
     kept_after_prompt: what was stored when the (latest) prompt had been computed and cut down.
     kept_at_end: what was stored when the last token was produced; that token's own K,V is not.
-    kept: what every decoding step's query saw, by the length of the request with that step's token.
+    kept: what every query behind the (latest) prompt saw, by the length of the request with that query's token.
     watcher: the rule's, after the (latest) prompt.
     kept_in_prompt: what was stored after each cut of the (latest) prompt, by its length then.
     layers: all that was seen of the (latest) request.
@@ -387,6 +393,7 @@ class Reference:
         force_tokens: the first tokens of the answer, whatever the model would choose.
         resume_at: the request is preempted when prompt and answer have that many tokens. All of them are
             then computed anew as one prompt, to whose end the rule is applied, and decoding goes on.
+        A rule's context_end ends the prompt before the rest of it is seen, which is then fed as an answer would be.
         """
         end = len(prompt_ids) + max_new_tokens
         if resume_at is not None and not len(prompt_ids) <= resume_at < end:
@@ -396,15 +403,15 @@ class Reference:
         while len(sequence) < end:
             if state is None or len(sequence) == resume_at:
                 state = State(rule)
-                logits.append(self._prompt(state, sequence, result))
+                context = sequence[: rule.context_end]
+                logits.append(self._prompt(state, context, result))
                 result.scores = state.complete_prompt()
                 result.kept_after_prompt = state.kept()
-                result.watcher = rule.watch(state.layers)
+                result.watcher = rule.watch(state.layers, len(sequence))
+                for length in range(len(context) + 1, len(sequence) + 1):  # as if it were an answer
+                    logits[-1] = self._step(state, sequence[:length], result)
             else:
-                result.watcher.before(len(sequence))
-                logits.append(self._forward(state, sequence[-1:], len(sequence) - 1))
-                result.kept[len(sequence)] = state.kept()
-                result.watcher.after(len(sequence))
+                logits.append(self._step(state, sequence, result))
             result.tokens.append(int(logits[-1].argmax()))
             sequence.append(next(forced, result.tokens[-1]))
         result.logits = torch.stack(logits)
@@ -420,6 +427,15 @@ class Reference:
             state.rule.cut(state.layers, before, length, tokens)
             result.kept_in_prompt[length] = state.kept()
             before = length
+        return logits
+
+    def _step(self, state: State, sequence: list[int], result: Replay) -> torch.Tensor:
+        """Runs the last token of a sequence behind a complete prompt; float32 [vocab] after it."""
+        length = len(sequence)
+        result.watcher.before(length)
+        logits = self._forward(state, sequence[-1:], length - 1)
+        result.kept[length] = state.kept()
+        result.watcher.after(length)
         return logits
 
     def _forward(self, state: State, new: list[int], start: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-from reference import Budgets, HeteroCache, Layer, Positions, Watcher, average_pool, masked_softmax, pick
+from reference import Budgets, HeteroCache, Layer, Positions, Watcher, average_pool, masked_softmax, pick, protected
 
 TIE = 1e-5
 """Scores this close, relative to the larger, may be ranked either way by two ways of computing them."""
@@ -34,6 +34,7 @@ class HeteroCacheDrift(HeteroCache):
     step_tokens: int | None = None
     released: bool = False
     protect: tuple[tuple[int, int], ...] = ()
+    context_end: int | None = None
     engine: Mapping[int, Positions] = field(default_factory=dict)
 
     def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
@@ -44,8 +45,8 @@ class HeteroCacheDrift(HeteroCache):
                 for h, weight in enumerate(row):
                     if weight >= 0:
                         result[i][h] = min(max(int(base * weight), 1), tokens)
-        protected = sum(end - start for start, end in self.protect)
-        return [[max(budget, protected) for budget in row] for row in result]
+        least = len(protected(self.protect, tokens))
+        return [[max(budget, least) for budget in row] for row in result]
 
     def base(self, pairs: int, tokens: int) -> int:
         """L_base: tokens that a compressed head keeps on average."""
@@ -53,8 +54,8 @@ class HeteroCacheDrift(HeteroCache):
         total = int(round(self.rho * pairs * tokens, 6)) - full * tokens
         return min(max(total // (pairs - full), 1), tokens)
 
-    def watch(self, layers: list[Layer]) -> Drift:
-        return Drift(self, layers)
+    def watch(self, layers: list[Layer], tokens: int) -> Drift:
+        return Drift(self, layers, tokens)
 
 
 @dataclass
@@ -72,10 +73,13 @@ class Group:
 
 
 class Drift(Watcher):
-    """triggers: (length, layer, pivot) of each, in order. shares: the median of every check."""
+    """given: tokens before decoding begins, if there are any behind the prompt. A window of queries ends there.
 
-    def __init__(self, rule: HeteroCacheDrift, layers: list[Layer]):
-        self.rule, self.layers = rule, layers
+    triggers: (length, layer, pivot) of each, in order. shares: the median of every check.
+    """
+
+    def __init__(self, rule: HeteroCacheDrift, layers: list[Layer], given: int):
+        self.rule, self.layers, self.given = rule, layers, given
         self.heads, self.tokens = layers[0].keep.shape
         self.count = rule.base(len(layers) * self.heads, self.tokens)
         self.budgets = rule.budgets(len(layers), self.heads, self.tokens)
@@ -112,7 +116,9 @@ class Drift(Watcher):
     def after(self, length: int) -> None:
         for group in self.groups:
             group.window.append(self._queries(group.layer, group.pivot))
-        if (length - self.tokens) % self.rule.drift_window:
+            group.window = group.window[-self.rule.drift_window :]
+        full = length - self.tokens >= self.rule.drift_window
+        if not full or length < self.given or (length - self.given) % self.rule.drift_window:
             return
         triggered = [g for g in self.groups if g.due is None and self._drifted(g)]
         size = sum(self.budgets[g.layer][h] for g in triggered for h in self._cut(g))
@@ -123,8 +129,6 @@ class Drift(Watcher):
             group.base = set(self._top(group.scores, self.count))
             group.fetched = {head: self._fetch(group, head) for head in self._cut(group)}
             group.due = length + max(self.rule.land_after, steps)
-        for group in self.groups:
-            group.window.clear()
 
     def _cut(self, group: Group) -> list[int]:
         return [h for h in group.satellites if self.budgets[group.layer][h] < self.tokens]
@@ -138,7 +142,7 @@ class Drift(Watcher):
         budget = self.budgets[group.layer][head]
         if self.rule.released:
             most = max(self.budgets[group.layer][h] for h in self._cut(group))
-            safe = [t for start, end in self.rule.protect for t in range(start, end)]
+            safe = protected(self.rule.protect, self.tokens)
             best = [t for t in pick(group.scores, most, 0, self.rule.protect) if t not in safe]
             return sorted(safe + best[: budget - len(safe)])
         return pick(group.scores, budget, 0, self.rule.protect)

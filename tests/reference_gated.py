@@ -59,7 +59,7 @@ class FastKVzip(Knorm):
     window_share: float = 0.02
     decode_budget: int | None = None
 
-    def watch(self, layers: list[Layer]) -> Watcher:
+    def watch(self, layers: list[Layer], tokens: int) -> Watcher:
         return Watcher() if self.decode_budget is None else DecodeEviction(self, layers)
 
     def limits(self, tokens: int) -> tuple[int, Fraction]:
@@ -185,7 +185,7 @@ class WGKV(Rule):
             for t, i, h in best[most:]:
                 layers[i].keep[h, t] = False
 
-    def watch(self, layers: list[Layer]) -> Watcher:
+    def watch(self, layers: list[Layer], tokens: int) -> Watcher:
         return Capped(self, layers)
 
 

@@ -80,6 +80,30 @@ def test_protected_ranges_lie_in_the_prompt(policy: Policy[Any]):
         check_request(policy, {"kvplug.protect": [0, 5, 90, 100]}, 99, 200, FLOAT32)
 
 
+def test_contexts_lie_in_the_prompt():
+    policy = make_policy("snapkv", {}, ModelShape(2, 2, 4, 32))
+    for end in (1, 99, 100):
+        check_request(policy, {"kvplug.context_end": end}, 100, 200, FLOAT32)
+    with pytest.raises(OptionError, match="kvplug.context_end: the prompt has 99 tokens, the context ends at 100"):
+        check_request(policy, {"kvplug.context_end": 100}, 99, 200, FLOAT32)
+
+
+def test_what_follows_a_context_is_kept_like_protected_tokens():
+    """Or else a context of one token would keep more than the server allows."""
+    policy = make_policy("snapkv", {"max_request_budget": 0.3}, ModelShape(2, 2, 4, 32))
+    check_request(policy, {"kvplug.context_end": 70}, 100, 200, FLOAT32)
+    check_request(policy, {"kvplug.context_end": 90, "kvplug.protect": [0, 10, 80, 100]}, 100, 200, FLOAT32)
+    for options in ({"kvplug.context_end": 69}, {"kvplug.context_end": 70, "kvplug.protect": [69, 80]}):
+        with pytest.raises(OptionError, match="kvplug.context_end: 31 of 100 tokens are more than the share of 0.3"):
+            check_request(policy, options, 100, 200, FLOAT32)
+
+
+def test_only_contexts_need_room_on_the_host(policy: Policy[Any]):
+    check_request(policy, {"kvplug.context_end": 256}, 300, 500, FLOAT32)
+    with pytest.raises(OptionError, match="needs 30 slots"):
+        check_request(policy, {"kvplug.context_end": 257}, 300, 500, FLOAT32)
+
+
 @pytest.mark.parametrize("limit, most", [(1.0, 100), (0.5, 50), (0.29, 29)])
 def test_protected_tokens_are_at_most_what_a_request_may_keep(limit: float, most: int):
     policy = make_policy("snapkv", {"max_request_budget": limit, "ratio": 0.1}, ModelShape(2, 2, 4, 32))

@@ -70,6 +70,31 @@ def test_cuts_equal_reference(
     assert steps < 300 or max(blocks[-200:]) <= (BUDGET + 128) // 16 + 2
 
 
+def test_what_follows_a_context_is_evicted_like_an_answer(
+    tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """A question of several chunks, cut at multiples of 128 tokens as it comes in, in one batch with others."""
+    case = fastkvzip(0.8, 40, 200, decode_budget=BUDGET)
+    given = {f.name: getattr(case.rule, f.name) for f in fields(case.rule)}
+    asked = [(900, 300), (700, 512), (400, 399), (300, 1)]
+    asks = [
+        Ask(token_ids(n, 2), 140, sampling={**EVERYTHING, "extra_args": {"kvplug.context_end": end}})
+        for n, end in asked
+    ]
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = Watch(llm, integrity=True)
+        answers = serve(llm, asks)
+        assert_idle(llm)
+    for (n, end), answer in zip(asked, answers, strict=True):
+        replay = reference.replay(token_ids(n, 2), Protecting(**given, context_end=end), 140)
+        seen = [s for s in watch.snapshots[answer.request_id] if s.length > end]
+        assert {length for length in replay.watcher.kept if length < n} <= {s.length for s in seen}
+        for snapshot in seen:
+            expected = replay.watcher.kept.get(snapshot.length, replay.kept[snapshot.length])
+            assert snapshot.kept == expected, snapshot.length
+        check_logprobs(answer, replay)
+
+
 def test_preempted_requests(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
     """A pool too small for four: those that were preempted go on as the reference that resumes the same way."""
     case = fastkvzip(0.8, 40, 200, decode_budget=BUDGET)
@@ -116,6 +141,7 @@ def test_lengths_around_cuts(
 @dataclass(frozen=True)
 class Protecting(FastKVzip):
     protect: tuple[tuple[int, int], ...] = ()
+    context_end: int | None = None
 
 
 PROTECTED = [
@@ -169,4 +195,7 @@ def test_a_seed_that_would_end_the_engine_is_refused(tiny_model_dir: Path) -> No
         assert len(short.tokens) == 4
         with pytest.raises(ValueError, match="remove seed, or raise cut_every"):
             serve(llm, [Ask(token_ids(65), 4, sampling={"temperature": 1.0, "seed": 1})])
+        marked = {"temperature": 1.0, "seed": 1, "extra_args": {"kvplug.context_end": 20}}
+        with pytest.raises(ValueError, match="remove seed, or raise kvplug.context_end"):
+            serve(llm, [Ask(token_ids(64), 4, sampling=marked)])
         assert_idle(llm)

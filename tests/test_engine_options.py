@@ -26,49 +26,15 @@ from engine_tools import (
     tiny_engine,
     token_ids,
 )
-from reference import Full, Reference, Rule, SnapKV
+from option_tools import EVERYTHING, KNORM_KNOBS, SNAPKV_KNOBS, Member, assert_idle, knorm, snapkv
+from reference import Full, Reference
 from reference_drift import HeteroCacheDrift
-from reference_gated import Knorm
 
 from benchmarks.drift_model import make_model, write_profile
-from benchmarks.engine import used_blocks
 
 POOL = 96  # blocks, one of them vLLM's null block
 STEPS = 33  # six drift windows of five queries and a part of one
 CROWD_STEPS = 110
-EVERYTHING = {"logprobs": -1}
-
-
-@dataclass(frozen=True)
-class Protecting(SnapKV):
-    protect: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class ProtectingKnorm(Knorm):
-    protect: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Member:
-    """One request of a batch: its prompt's length, its options, and the rule that they make."""
-
-    length: int
-    options: Mapping[str, Any]
-    rule: Rule
-
-    @property
-    def prompt(self) -> list[int]:
-        return token_ids(self.length, 7)
-
-    def ask(self, steps: int, **more: Any) -> Ask:
-        sampling = {"extra_args": {f"kvplug.{name}": value for name, value in self.options.items()}}
-        return Ask(self.prompt, steps, sampling={**sampling, **more})
-
-
-def snapkv(**fields: Any) -> Protecting:
-    return Protecting(**{"ratio": 0.3, "window": 16, **fields})
-
 
 SNAPKV = [
     Member(180, {}, snapkv()),
@@ -89,13 +55,6 @@ SNAPKV_CROWD = [
     Member(305, {"off": "true"}, Full()),
     Member(306, {"budget": 0.8}, snapkv(ratio=0.8)),
 ]
-KNORM_KNOBS = {"ratio": 0.3, "window": 16, "cut_every": 48}
-
-
-def knorm(**fields: Any) -> ProtectingKnorm:
-    return ProtectingKnorm(**{"ratio": 0.3, "window": 16, "every": 48, **fields})
-
-
 KNORM = [
     Member(180, {}, knorm()),
     Member(190, {"budget": 0.05}, knorm(ratio=0.05)),  # less than the window
@@ -159,24 +118,11 @@ def profile(drift_model: Path) -> Path:
     return write_profile(drift_model, drift_model.parent / "profile.json")
 
 
-def assert_idle(llm: Any) -> None:
-    """Nothing of any request is left: blocks, tables, windows, host slots, staging, fetches."""
-    state, manager = runtime(llm), scheduler(llm)._head_pages
-    assert used_blocks(llm) == 0 and not llm.llm_engine.has_unfinished_requests()
-    assert not state.live and not state.windows._kept
-    assert sorted(state._free_slots) == list(range(state.geometry.max_requests))
-    assert int(state.tables._num_free) == state.tables.sizes.chunks
-    assert not manager.req_to_blocks and not manager._admitted and not manager.host._reserved
-    if state.retriever:
-        assert state.retriever.host.used == 0 and not state.retriever.staging._taken
-        assert not any(flight.pieces for flight, *_ in state.retriever._held_back)
-
-
 @pytest.fixture(scope="module", params=["snapkv", "knorm", "heterocache"])
 def batch(request: pytest.FixtureRequest) -> Batch:
     if request.param == "snapkv":
         members, crowd, model = SNAPKV, SNAPKV_CROWD, request.getfixturevalue("tiny_model_dir")
-        policy = {"kv_policy": "snapkv", "kv_policy_config": {"ratio": 0.3, "window": 16}}
+        policy = {"kv_policy": "snapkv", "kv_policy_config": SNAPKV_KNOBS}
     elif request.param == "knorm":
         members, crowd, model = KNORM, KNORM_CROWD, request.getfixturevalue("tiny_model_dir")
         policy = {"kv_policy": "knorm", "kv_policy_config": KNORM_KNOBS}
@@ -318,6 +264,9 @@ REFUSED = {
     "both": ({"off": True, "budget": 0.5}, "kvplug.off keeps everything: remove kvplug.budget"),
     "no ranges": ({"protect": [5]}, "kvplug.protect must be token ranges"),
     "beyond the prompt": ({"protect": [0, 281]}, "kvplug.protect: the prompt has 280 tokens, a range ends at 281"),
+    "no length": ({"context_end": 1.5}, "kvplug.context_end must be a number of tokens, at least 1"),
+    "context beyond the prompt": ({"context_end": 281}, "kvplug.context_end: the prompt has 280 tokens"),
+    "most of the prompt behind it": ({"context_end": 27}, "kvplug.context_end: 253 of 280 tokens"),
     "most of the prompt": ({"protect": [0, 253]}, "kvplug.protect: 253 of 280 tokens"),
     "many ranges": ({"protect": [[3 * i, 3 * i + 1] for i in range(65)]}, "kvplug.protect takes up to 64 ranges"),
 }
@@ -387,7 +336,7 @@ def test_short_prompts_need_no_room(crowded: Any) -> None:
     assert max(running) == 2
 
 
-@pytest.mark.parametrize("options", [{"budget": 0.5}, {"protect": [0, 5]}, {"off": True}], ids=str)
+@pytest.mark.parametrize("options", [{"budget": 0.5}, {"protect": [0, 5]}, {"off": True}, {"context_end": 5}], ids=str)
 def test_streaming_refuses(tiny_model_dir: Path, options: Mapping[str, Any]) -> None:
     """Its ring is one for all requests, and would drop what a request protects."""
     from vllm import EngineArgs

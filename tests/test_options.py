@@ -78,6 +78,28 @@ def test_off_and_protected_ranges_agree():
     assert found.protecting((2, 9)) == RequestOptions(None, ((0, 9),), True)
 
 
+# --------------------------------------------------------------------------------------------- context_end
+
+
+@pytest.mark.parametrize("value, tokens", [(None, None), (1, 1), (500, 500), ("500", 500)])
+def test_context_end(value: Any, tokens: int | None):
+    assert parse_options({"kvplug.context_end": value}).context_end == tokens
+
+
+@pytest.mark.parametrize("value", [0, -3, "0", 1.5, 2.0, "", "half", True, [5], float("nan")], ids=str)
+def test_context_end_must_be_a_number_of_tokens(value: Any):
+    with pytest.raises(OptionError, match="kvplug.context_end must be a number of tokens, at least 1, got"):
+        parse_options({"kvplug.context_end": value})
+
+
+def test_what_a_policy_calls_the_prompt():
+    assert RequestOptions().prefill_end(90) == 90
+    marked = RequestOptions(context_end=50)
+    assert [marked.prefill_end(n) for n in (50, 51, 90)] == [50, 50, 50]
+    assert marked.protecting((0, 4)).prefill_end(90) == 50, "a protected system prompt changes nothing else"
+    assert RequestOptions(off=True, context_end=50).prefill_end(90) == 90, "nothing is dropped, so nothing is cut"
+
+
 # ------------------------------------------------------------------------------------------------- protect
 
 

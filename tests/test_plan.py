@@ -130,6 +130,18 @@ def test_peak_is_the_most_a_request_holds(shape: ModelShape, shares: list[float]
     assert plan.peak_blocks(max_len) == max(held)
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(SHAPES), st.lists(st.floats(-0.1, 1.2), min_size=1, max_size=16), st.integers(1, 120))
+def test_first_blocks_are_the_most_held_so_far(shape: ModelShape, shares: list[float], end: int):
+    """Also of a request that is let in with more tokens than are cut at once: a context and what follows it."""
+    plan, most = PagePlan(shape, ragged(shape, shares)), end + 100
+    held = [plan.prefill_blocks(n) for n in range(1, end + 1)]
+    held += [plan.decode_blocks(end, n) for n in range(end + 1, most + 1)]
+    assert [plan.first_blocks(end, n) for n in range(1, most + 1)] == list(accumulate(held, max))
+    assert plan.first_blocks(end, most) <= plan.peak_blocks(most)
+    assert [plan.next_cut(end, n) for n in (0, end - 1, end, most)] == [end, end, None, None]
+
+
 # ------------------------------------------------------------------------------------------ tensor parallel
 
 

@@ -72,12 +72,13 @@ def test_every_option(server: Server) -> None:
             {"kvplug_off": True},
             {"kvplug_off": "true"},
             {"kvplug_budget": "1"},
+            {"kvplug_context_end": 200},
         ]
         return [text_of(await server.chat(text, TOKENS, SYSTEM, **options)) for options in asked]
 
-    default, most, protected, again, off, also_off, whole = server.run(work)
+    default, most, protected, again, off, also_off, whole, context = server.run(work)
     assert off == also_off == whole and protected == again
-    assert len({default, most, protected, off}) == 4
+    assert len({default, most, protected, off, context}) == 5
 
 
 def test_concurrent_streams(server: Server) -> None:
@@ -116,6 +117,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"protect": [9, 3]}, "kvplug.protect must be token ranges"),
     ({"protect": "[0, Infinity]"}, "kvplug.protect must be token ranges"),
     ({"protect": [0, 1000]}, "kvplug.protect: the prompt has"),
+    ({"context_end": 0}, "kvplug.context_end must be a number of tokens"),
+    ({"context_end": 1000}, "kvplug.context_end: the prompt has"),
 ]
 
 

@@ -20,7 +20,7 @@ from vllm_kvplug.calibrate.profile import model_fingerprint
 from vllm_kvplug.config import ADDITIONAL_KEY, explain
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
-from vllm_kvplug.options import OptionError
+from vllm_kvplug.options import OptionError, parse_options
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.rotary import rotary_angles
@@ -158,12 +158,15 @@ def _check_seed(policy: Policy[Any], prompt_len: int, params: Any) -> None:
     """OptionError for a seed with which vLLM's CPU runner would die: in a prompt that comes in several chunks."""
     from vllm.platforms import current_platform
 
-    if getattr(params, "seed", None) is None or not policy.shares_budget or not current_platform.is_cpu():
+    if getattr(params, "seed", None) is None or not current_platform.is_cpu():
         return
-    if policy.cuts(prompt_len).next(0) != prompt_len:
+    options = parse_options(params.extra_args)
+    first = policy.for_request(options).plan().next_cut(options.prefill_end(prompt_len), 0)
+    if first is not None and first < prompt_len:
+        what = "kvplug.context_end" if first == options.context_end else "cut_every in --kv-policy-config"
         raise OptionError(
             f"vLLM on a CPU cannot take up a seed after a part of a prompt, and policy '{policy.name}' takes this "
-            "one in parts: remove seed, or raise cut_every in --kv-policy-config"
+            f"one in parts: remove seed, or raise {what}"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvplug.config import CONFIG_FLAG, share_of
-from vllm_kvplug.options import OptionError, parse_options
+from vllm_kvplug.options import OptionError, RequestOptions, parse_options
 from vllm_kvplug.plan import largest
 from vllm_kvplug.policies.base import Policy
 
@@ -25,14 +25,19 @@ def check_request(
     itemsize: bytes of an element of K and V. blocks: of the pool, None if not known.
     """
     options = parse_options(extra_args)
+    if options.context_end is not None and options.context_end > prompt_len:
+        raise OptionError(
+            f"kvplug.context_end: the prompt has {prompt_len} tokens, the context ends at {options.context_end}"
+        )
     beyond = [end for _, end in options.protect if end > prompt_len]
     if beyond:
         raise OptionError(f"kvplug.protect: the prompt has {prompt_len} tokens, a range ends at {beyond[0]}")
     served = policy.for_request(options)
-    protected, limit = options.protected(prompt_len), policy.config.max_request_budget
-    if protected > share_of(limit, prompt_len):
+    whole, limit = _kept_whole(options, prompt_len), policy.config.max_request_budget
+    if whole > share_of(limit, prompt_len):
+        what = "kvplug.protect" if options.prefill_end(prompt_len) == prompt_len else "kvplug.context_end"
         raise OptionError(
-            f"kvplug.protect: {protected} of {prompt_len} tokens are more than the share of {limit} that this server "
+            f"{what}: {whole} of {prompt_len} tokens are more than the share of {limit} that this server "
             "allows a request to keep"
         )
     if served is not policy and blocks:  # vLLM has checked what a request without options needs
@@ -43,13 +48,20 @@ def check_request(
                 f"which has {usable}: lower max_tokens, or let the policy drop more"
             )
     # At some lengths rounding cuts no satellite at all, so both are asked.
-    need, capacity = max(map(served.host_slots, (prompt_len, longest))), policy.host_capacity(itemsize)
+    need = max(served.host_slots(options.prefill_end(tokens)) for tokens in (prompt_len, longest))
+    capacity = policy.host_capacity(itemsize)
     if need > capacity:
         raise OptionError(
             f"a request of up to {longest} tokens needs {need} slots of host memory per rank and host_gib="
             f"{policy.config.host_gib:g} has {capacity}: lower max_tokens, raise host_gib in {CONFIG_FLAG}, or set it "
             "to 0, which turns retrieval off"
         )
+
+
+def _kept_whole(options: RequestOptions, prompt_len: int) -> int:
+    """Tokens of the prompt that no head drops: those protected, and those behind a context."""
+    context = options.prefill_end(prompt_len)
+    return options.protected(context) + prompt_len - context
 
 
 def longest_request(policy: Policy[Any], most: int, itemsize: int) -> int:

@@ -14,12 +14,16 @@ ATTRIBUTE = "kvplug_lifecycle"
 class Admission:
     """How a request begins, or begins anew after a preemption.
 
-    prefill_end: tokens after which its prompt is complete. For a request that was preempted these include the
-    tokens it had generated.
+    tokens: of its prompt. For a request that was preempted these include the tokens it had generated.
     """
 
-    prefill_end: int
+    tokens: int
     options: RequestOptions = RequestOptions()
+
+    @property
+    def prefill_end(self) -> int:
+        """Tokens after which its prompt is cut: all of them, unless a context ends before."""
+        return self.options.prefill_end(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 PREFIX = "kvplug."
-KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off")
+KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off", "kvplug.context_end")
 
 MOST_RANGES = 64
 """Protected ranges of a request: each is a kernel launch per layer, in a step that others wait for."""
@@ -28,24 +28,30 @@ class RequestOptions:
     budget: share of the prompt to keep, in the policy's own measure (rho, ratio); None for the server's.
     protect: ranges [start, end) of prompt tokens that no head may drop; ascending and disjoint.
     off: keep everything, as stock vLLM does.
+    context_end: so many of the prompt's first tokens are cut before what follows is seen; None for all of them.
     """
 
     budget: float | None = None
     protect: tuple[tuple[int, int], ...] = ()
     off: bool = False
+    context_end: int | None = None
 
     def given(self) -> list[str]:
         """Keys of the options that are not as they are for everyone."""
-        present = (self.budget is not None, bool(self.protect), self.off)
+        present = (self.budget is not None, bool(self.protect), self.off, self.context_end is not None)
         return [key for key, here in zip(KEYS, present, strict=True) if here]
 
     def protected(self, tokens: int) -> int:
         """How many of the first `tokens` tokens are protected."""
         return sum(max(min(end, tokens) - start, 0) for start, end in self.protect)
 
+    def prefill_end(self, tokens: int) -> int:
+        """How many of a prompt's `tokens` are what a policy calls the prompt."""
+        return tokens if self.context_end is None or self.off else min(self.context_end, tokens)
+
     def protecting(self, *ranges: tuple[int, int]) -> RequestOptions:
         """The same with more protected ranges."""
-        return RequestOptions(self.budget, _disjoint([*self.protect, *ranges]), self.off)
+        return replace(self, protect=_disjoint([*self.protect, *ranges]))
 
 
 def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -55,7 +61,10 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     if unknown:
         raise OptionError(f"{unknown[0]}: no such option; there are {', '.join(KEYS)}")
     options = RequestOptions(
-        _share(given.get("kvplug.budget")), _ranges(given.get("kvplug.protect")), _flag(given.get("kvplug.off"))
+        _share(given.get("kvplug.budget")),
+        _ranges(given.get("kvplug.protect")),
+        _flag(given.get("kvplug.off")),
+        _length(given.get("kvplug.context_end")),
     )
     if options.off and options.budget is not None:
         raise OptionError("kvplug.off keeps everything: remove kvplug.budget")
@@ -80,6 +89,18 @@ def _flag(value: Any) -> bool:
     if value in (True, 1, "true", "1"):
         return True
     raise OptionError(f"kvplug.off must be true or false, got {value!r}")
+
+
+def _length(value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        length = int(str(value))  # int(1.5) alone would be 1
+    except ValueError:
+        length = 0
+    if length < 1:
+        raise OptionError(f"kvplug.context_end must be a number of tokens, at least 1, got {value!r}")
+    return length
 
 
 def _ranges(value: Any) -> tuple[tuple[int, int], ...]:

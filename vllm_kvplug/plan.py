@@ -78,7 +78,8 @@ class PagePlan:
 
     def first_blocks(self, prefill_end: int, n: int) -> int:
         """Most blocks that a request holds until n tokens are in."""
-        return self.row_entries(prefill_end, n)
+        most = self.prefill_blocks(min(n, prefill_end))
+        return most if n <= prefill_end else max(most, self.decode_blocks(prefill_end, n))
 
     def kept_tokens(self, prefill_end: int) -> int:
         """Tokens that all heads of the model hold when a prompt of `prefill_end` tokens is complete."""
@@ -87,6 +88,10 @@ class PagePlan:
     def cuts(self, prefill_end: int, after: int, upto: int) -> list[int]:
         """Lengths in (after, upto] at which the request gives blocks back, ascending."""
         return [prefill_end] if self.shrinks and after < prefill_end <= upto else []
+
+    def next_cut(self, prefill_end: int, n: int) -> int | None:
+        """The first cut of a request that has more than n tokens."""
+        return prefill_end if self.shrinks and n < prefill_end else None
 
     def held(self, prefill_end: int, cut: int) -> tuple[int, int]:
         """Blocks that the request holds before and after it is cut at `cut` tokens.
@@ -255,6 +260,8 @@ class SharedPlan:
     the budget of its own heads, so ranks need the same. See `PagePlan` for what the methods have in common.
     """
 
+    shrinks = True
+
     def __init__(self, shape: ModelShape, cuts_of: Callable[[int], Cuts]):
         self.shape = shape
         self.cuts_of = lru_cache(maxsize=1024)(cuts_of)
@@ -304,6 +311,9 @@ class SharedPlan:
     def cuts(self, prefill_end: int, after: int, upto: int) -> list[int]:
         cuts = self._timeline(prefill_end, upto).cuts
         return cuts[bisect_right(cuts, after) : bisect_right(cuts, upto)]
+
+    def next_cut(self, prefill_end: int, n: int) -> int | None:
+        return self.cuts_of(prefill_end).next(n)
 
     def stored(self, prefill_end: int, cut: int) -> int:
         """Tokens of a rank once the request was cut at `cut`."""

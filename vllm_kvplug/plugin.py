@@ -51,7 +51,7 @@ SEAMS = (
     ),
     Seam(
         "Scheduler._mamba_block_aligned_split, need_mamba_block_aligned_split",
-        "overridden in our scheduler, only for policies whose heads share a budget",
+        "overridden in our scheduler, only for policies that cut prompts",
         "a prompt's chunk ends where the prompt is cut; stock vLLM's is for Mamba states, which are refused",
         "a hook of the KV cache manager that limits a request's chunk",
     ),

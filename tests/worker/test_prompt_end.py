@@ -37,7 +37,7 @@ def kept_of_a_prompt(policy: Any, tokens: int, *protect: tuple[int, int]) -> lis
     row = torch.arange(1, 9, dtype=torch.int32)[None]
     tables.extend(0, row, 0, tokens, 0, 1 << 30)
     served = policy.for_request(RequestOptions(protect=protect))
-    request = LiveRequest(0, tokens, served, served.plan(), row=row)
+    request = LiveRequest(0, tokens, tokens, served, served.plan(), row=row)
     end = PromptEnd(geometry, pool, tables)
     end.compact_layer(request, 0, torch.zeros(0, 2, 1))
     end.give_back(request)

@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.metrics import PREFIX
 from vllm_kvplug.options import RequestOptions
-from vllm_kvplug.plan import Plan, SharedPlan
+from vllm_kvplug.plan import Plan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.scheduler.spec import HeadPageSpec
 from vllm_kvplug.tiers.ledger import HostLedger
@@ -20,13 +20,17 @@ from vllm_kvplug.tiers.ledger import HostLedger
 
 @dataclass
 class Admitted:
-    """A request that holds blocks. prefill_end: tokens after which its prompt is complete, latched. processed: tokens
-    whose steps have finished, as the manager last heard.
+    """A request that holds blocks. admission: as it was when it got the first. processed: tokens whose steps have
+    finished, as the manager last heard.
     """
 
-    prefill_end: int
+    admission: Admission
     plan: Plan
     processed: int = 0
+
+    @property
+    def prefill_end(self) -> int:
+        return self.admission.prefill_end
 
     @property
     def decoding(self) -> bool:
@@ -57,10 +61,13 @@ class HeadPageManager(FullAttentionManager):
 
     def admission(self, request_id: str) -> Admission:
         """How the request begins; its tokens so far are its prompt. Call it once it has blocks."""
-        return Admission(self._admitted[request_id].prefill_end, self.options(self.requests[request_id]))
+        return self._admitted[request_id].admission
 
-    def _policy_of(self, request_id: str) -> Policy[Any]:
-        return self.policy.for_request(self.options(self.requests[request_id]))
+    def _beginning(self, request_id: str) -> tuple[Admission, Policy[Any]]:
+        """How the request would begin now, and the policy that serves it."""
+        request = self.requests[request_id]
+        admission = Admission(request.num_tokens, self.options(request))
+        return admission, self.policy.for_request(admission.options)
 
     def _state(self, request_id: str) -> Admitted:
         """The request's state, or what it would be if it got its first block now.
@@ -70,13 +77,19 @@ class HeadPageManager(FullAttentionManager):
         known = self._admitted.get(request_id)
         if known is not None:
             return known
-        return Admitted(self.requests[request_id].num_tokens, self._policy_of(request_id).plan())
+        admission, policy = self._beginning(request_id)
+        return Admitted(admission, policy.plan())
 
     def tokens_to_cut(self, request_id: str, start: int) -> int | None:
         """How far the request, which has `start` tokens, may go until it has to be cut; None: as far as it likes."""
         state = self._state(request_id)
-        cut = state.plan.cuts_of(state.prefill_end).next(start) if isinstance(state.plan, SharedPlan) else None
+        cut = state.plan.next_cut(state.prefill_end, start)
         return None if cut is None else cut - start
+
+    def ends_context(self, request_id: str, tokens: int) -> bool:
+        """Whether the request is cut at `tokens` although its prompt goes on."""
+        state = self._state(request_id)
+        return state.plan.shrinks and tokens == state.prefill_end < state.admission.tokens
 
     def _missing_blocks(self, request_id: str, num_tokens: int) -> int:
         state = self._state(request_id)
@@ -92,7 +105,8 @@ class HeadPageManager(FullAttentionManager):
         return self._missing_blocks(request_id, num_tokens)
 
     def _host_slots(self, request_id: str) -> int:
-        return self._policy_of(request_id).host_slots(self.requests[request_id].num_tokens)
+        admission, policy = self._beginning(request_id)
+        return policy.host_slots(admission.prefill_end)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> list[Any]:
         if request_id not in self._admitted:

@@ -42,7 +42,7 @@ class _LifecycleMixin:
         tokenizer = compat.tokenizer(self.vllm_config) if wanted else None
         self._system_prompt = SystemPrompt.of(tokenizer) if tokenizer is not None else None
         # vLLM's hook to end a prompt's chunk where a Mamba state is to be cached: here, where a prompt is to be cut.
-        self.need_mamba_block_aligned_split = policy.shares_budget
+        self.need_mamba_block_aligned_split = policy.evicts
         if wanted:
             logger.info("System prompts are %s.", "protected" if self._system_prompt else UNPROTECTED)
 
@@ -58,8 +58,15 @@ class _LifecycleMixin:
         return found
 
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *computed_elsewhere: int) -> int:
-        """So many tokens of a chunk that it does not go beyond a cut."""
-        room = self._head_pages.tokens_to_cut(request.request_id, request.num_computed_tokens)
+        """So many tokens of a chunk that it does not go beyond a cut.
+
+        None right behind a context whose step is still running: the rest of a prompt may be long, and it was promised
+        the blocks that the cut gives back.
+        """
+        start = request.num_computed_tokens
+        if request.num_in_flight_tokens and self._head_pages.ends_context(request.request_id, start):
+            return 0
+        room = self._head_pages.tokens_to_cut(request.request_id, start)
         return num_new_tokens if room is None else min(num_new_tokens, room)
 
     def make_stats(self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *args: Any, **kwargs: Any):

@@ -44,11 +44,17 @@ class PivotQueries:
         self.recent = torch.zeros((slots, retrieval.window, *shape), dtype=geometry.dtype, device=device)
         self.base = torch.zeros((slots, *shape), dtype=geometry.dtype, device=device)
 
-    def record(self, row_slot: torch.Tensor, phase: torch.Tensor, layer: int, query: torch.Tensor) -> None:
+    def record(self, row_slot: torch.Tensor | int, phase: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """Keep the pivots' queries of every decode row, [rows, query heads, d]. Safe inside a captured graph."""
         if layer in self._of_layer:
             index, heads, _ = self._of_layer[layer]
             self.recent[row_slot, phase, index] = self._by_head(query)[:, heads]
+
+    def record_chunk(self, slot: int, end: int, layer: int, query: torch.Tensor) -> None:
+        """As `record`, for a chunk of one request; end: of the chunk, counted from the end of the request's prompt."""
+        newest = query[-self.recent.shape[1] :]
+        phase = torch.arange(end - len(newest), end, device=query.device) % self.recent.shape[1]
+        self.record(slot, phase, layer, newest)
 
     def set_base(self, slot: int, layer: int, query: torch.Tensor) -> None:
         """The prompt's last query [query heads, d] makes the first baselines of a layer."""

@@ -86,11 +86,13 @@ class Offloaded:
 class LiveRequest:
     """A request that holds blocks.
 
+    prefill_end: tokens after which its prompt is cut. prompt_len: tokens of the whole prompt, behind which it decodes.
     policy, plan: as its options make them. row: block ids in this step, int32 [1, n].
     """
 
     slot: int
     prefill_end: int
+    prompt_len: int
     policy: Policy
     plan: Plan
     offloaded: Offloaded | None = None
@@ -99,7 +101,7 @@ class LiveRequest:
     @classmethod
     def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:
         served = policy.for_request(admission.options)
-        return cls(slot, admission.prefill_end, served, served.plan())
+        return cls(slot, admission.prefill_end, admission.tokens, served, served.plan())
 
     @property
     def cut_at_end(self) -> bool:

@@ -172,9 +172,13 @@ class Retriever:
             self._land(request, flight)
 
     def after_decode(self, request: LiveRequest, length: int) -> None:
-        """At the end of that step: check for drift if the window of queries is full."""
-        decoded = length - request.prefill_end
-        if request.offloaded is None or decoded <= 0 or decoded % self.retrieval.window:
+        """At the end of that step: check for drift if the window of queries is full.
+
+        It is when the prompt is complete, if so many of its queries were behind a context, and with every window of
+        decoded tokens.
+        """
+        window, decoded = self.retrieval.window, length - request.prompt_len
+        if request.offloaded is None or decoded < 0 or decoded % window or length - request.prefill_end < window:
             return
         self.counters.checks += 1
         check = self.drift.start(request, length)

@@ -321,7 +321,7 @@ class Runtime:
             return 0
         if length > request.prefill_end:
             self.retriever.before_decode(request, length)
-        return max(length - request.prefill_end - 1, 0) % self.retriever.retrieval.window
+        return (length - request.prompt_len - 1) % self.retriever.retrieval.window
 
     def _place_chunk(
         self, request_id: str, request: LiveRequest, first: int, count: int, end: int, row: torch.Tensor
@@ -333,6 +333,8 @@ class Runtime:
         self._place[tokens] = place
         if self.gate:
             self._position[tokens] = torch.arange(start, end, device=self.device)
+        if self.retriever and start >= request.prefill_end:  # behind a context
+            self._decoding.append((request, end))
         finishing = request.cut_at_end and end == request.prefill_end
         stored = min(start, self.ring_tokens)
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
@@ -354,9 +356,16 @@ class Runtime:
     def finish_layer(
         self, row: PrefillRow, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """After a layer's attention of a prompt chunk: offload it, and keep the last queries or cut the prompt."""
+        """After a layer's attention of a prompt chunk: offload it, and keep the last queries or cut the prompt.
+
+        Behind a context nothing of that is left to do, but pivots are watched.
+        """
         request = self.live[row.request_id]
         if not request.cut_at_end:
+            return
+        if row.start >= request.prefill_end:
+            if self.pivots:
+                self.pivots.record_chunk(row.slot, row.end - request.prompt_len, layer, query)
             return
         if self.retriever:
             self.retriever.store(request, layer, row.start, key, value)
