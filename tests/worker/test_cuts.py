@@ -68,32 +68,29 @@ def cuts_of_requests(draw: st.DrawFn) -> Cuts:
     decode = draw(st.sampled_from([None, DecodeCuts(16, 1, 2, 4), DecodeCuts(32, 24, 2, 8), DecodeCuts(32, 90, 2, 8)]))
     protect = draw(st.sampled_from([(), ((0, 1),), ((0, end),), ((end // 3, end // 2), (end - 1, end))]))
     protect = tuple(one for one in protect if one[0] < one[1])
-    return Cuts(end, draw(st.sampled_from([16, 17, 40])), draw(st.integers(1, 20)), share, decode, protect, "layer")
+    every, window = draw(st.sampled_from([16, 17, 40])), draw(st.integers(1, 20))
+    return Cuts(end, every, window, share, decode, protect, draw(st.sampled_from(["layer", "uniform"])))
 
 
 @settings(deadline=None, max_examples=60)
-@given(cuts_of_requests(), st.sampled_from(["layer", "uniform"]), st.integers(0, 999))
-def test_those_who_share_store_the_same(cuts: Cuts, allocation: Allocation, seed: int):
+@given(cuts_of_requests(), st.integers(0, 999))
+def test_those_who_share_store_the_same(cuts: Cuts, seed: int):
     """After every cut, up to a token that goes to the earlier; and the plan's totals do not depend on who shares."""
-    cuts = replace(cuts, allocation=allocation)
     request, scores = Request(cuts, GEOMETRY), torch.rand(HEADS, 128, generator=torch.Generator().manual_seed(seed))
     scores *= torch.arange(1, HEADS + 1)[:, None]  # later heads would keep nearly everything
     plan, joint = request.live.plan, SharedPlan(SHAPE, lambda n: replace(cuts, allocation="joint"))
     assert plan.cuts(cuts.prefill_end, 0, 128) == joint.cuts(cuts.prefill_end, 0, 128)
     for length in plan.cuts(cuts.prefill_end, 0, 128):
-        stored = {(h, t) for h, positions in enumerate(request.kept()) for t in positions}
-        stored |= {(h, t) for h in range(HEADS) for t in range(request.length, length)}
+        new = range(request.length, length)
+        stored = [{*positions, *new} for positions in request.kept()]
         request.come_to(length, scores[:, request.length : length])
         request.cut()
         kept = request.kept()
-        groups = SHAPE.layers if allocation == "layer" else HEADS
+        groups = SHAPE.layers if cuts.allocation == "layer" else HEADS
         totals = torch.tensor([len(positions) for positions in kept]).view(groups, -1).sum(1).tolist()
         assert totals == sorted(totals, reverse=True) and totals[0] - totals[-1] <= 1
         assert sum(totals) == plan.stored(cuts.prefill_end, length) == joint.stored(cuts.prefill_end, length)
-        assert all((h, t) in stored for h, positions in enumerate(kept) for t in positions)
-        if allocation == "layer" and length > cuts.prefill_end:
-            assert min(map(len, kept)) >= min(cuts.own(length, sum(totals), HEADS), min(before_of(stored)))
-
-
-def before_of(stored: set[tuple[int, int]]) -> list[int]:
-    return [sum(head == one[0] for one in stored) for head in range(HEADS)]
+        assert all(before.issuperset(after) for before, after in zip(stored, kept, strict=True))
+        if length > cuts.prefill_end:
+            own = cuts.own(length, sum(totals), HEADS)
+            assert all(len(after) >= min(own, len(before)) for before, after in zip(stored, kept, strict=True))
