@@ -69,9 +69,9 @@ def top_shared(scores: torch.Tensor, counts: torch.Tensor, own: int = 0) -> torc
     """The best tokens of every group of heads: bool mask like `scores`, float32 [heads, tokens].
 
     counts int64 [groups]: tokens that each group keeps, which are `heads / groups` heads that follow each other. own:
-    each head's best tokens that come before all finite scores of its group; -inf never does. Ties go to the earlier
+    so many of each head's best tokens come before all finite scores of its group, -inf excepted. Ties go to the earlier
     token, then to the earlier head. NaN ranks above +inf, as torch sorts: callers that set +inf for tokens that must
-    stay replace it before. No host synchronisation.
+    stay, or `own`, replace it before. No host synchronisation.
     """
     (heads, tokens), groups = scores.shape, len(counts)
     if own:
@@ -82,7 +82,7 @@ def top_shared(scores: torch.Tensor, counts: torch.Tensor, own: int = 0) -> torc
 
 
 def _top_of_rows(scores: torch.Tensor, counts: torch.Tensor | int) -> torch.Tensor:
-    """The best of every row, of equals the earlier: bool mask like `scores`. counts: int64 [rows, 1], or one of all."""
+    """The `counts` best of every row, int64 [rows, 1] or one number for all; of equals the earlier. A mask."""
     order = torch.sort(scores, dim=1, descending=True, stable=True).indices
     chosen = torch.arange(scores.shape[1], device=scores.device) < counts
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, chosen.expand_as(order))
