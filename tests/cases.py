@@ -106,9 +106,10 @@ def heterocache(name: str, profile: Mapping[str, Any], rho: float, window: int =
     return Case(f"heterocache-{name}-{rho}", "heterocache", knobs, rule, profile)
 
 
-def knorm(ratio: float, window: int, every: int) -> Case:
-    knobs = {"ratio": ratio, "window": window, "cut_every": every}
-    return Case(f"knorm-{ratio}-every-{every}", "knorm", knobs, Knorm(ratio, window, every))
+def knorm(ratio: float, window: int, every: int, allocation: str = "joint") -> Case:
+    knobs = {"ratio": ratio, "window": window, "cut_every": every, "allocation": allocation}
+    rule = Knorm(ratio, window, every, allocation=allocation)
+    return Case(f"knorm-{ratio}-every-{every}-{allocation}", "knorm", knobs, rule)
 
 
 def fastkvzip(
@@ -118,6 +119,7 @@ def fastkvzip(
     share: float = 0.02,
     shape: tuple[int, ...] = (LAYERS, KV_HEADS, 2, 64),
     decode_budget: int | None = None,
+    allocation: str = "joint",
 ) -> Case:
     """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
     with torch.random.fork_rng():
@@ -127,10 +129,10 @@ def fastkvzip(
             weight += 0.3 * torch.randn(weight.shape)
     gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
     weights = dict(gate.state_dict())
-    rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, decode_budget=decode_budget)
-    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share}
-    knobs |= {} if decode_budget is None else {"decode_budget": decode_budget}
-    return Case(f"fastkvzip-{ratio}-every-{every}", "fastkvzip", knobs, rule, gate=gate)
+    more = {"decode_budget": decode_budget, "allocation": allocation}
+    rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, **more)
+    knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share, **more}
+    return Case(f"fastkvzip-{ratio}-every-{every}-{allocation}", "fastkvzip", knobs, rule, gate=gate)
 
 
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:

@@ -11,15 +11,48 @@ from fractions import Fraction
 import torch
 from reference import Layer, Positions, Rule, Watcher
 
+Head = tuple[int, int]  # layer and KV head
+Token = tuple[int, int, int]  # position, layer and KV head
+
+
+def sharing(allocation: str, heads: list[Head]) -> list[list[Head]]:
+    """The heads of a rank in groups that share a budget: all, those of each layer, or each alone."""
+    of = {"joint": lambda head: 0, "layer": lambda head: head[0], "uniform": lambda head: head}[allocation]
+    return [[head for head in heads if of(head) == group] for group in sorted({of(head) for head in heads})]
+
+
+def deal(tokens: int, stored: list[int]) -> list[int]:
+    """How many of `tokens` each group gets: one by one, to the group that stores least, of equals the earlier."""
+    got = [0] * len(stored)
+    for _ in range(tokens):
+        got[min(range(len(stored)), key=lambda group: (stored[group] + got[group], group))] += 1
+    return got
+
+
+def choose(ranked: list[Token], count: int, own: int) -> set[Token]:
+    """The first `count` of a group's tokens, given best first; but before all others each head's first `own`."""
+    by_head: dict[Head, list[Token]] = {}
+    for one in ranked:
+        by_head.setdefault(one[1:], []).append(one)
+    chosen = {one for tokens in by_head.values() for one in tokens[:own]}
+    assert len(chosen) <= count
+    return chosen | set([one for one in ranked if one not in chosen][: count - len(chosen)])
+
 
 @dataclass(frozen=True)
 class Knorm(Rule):
-    """All heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay."""
+    """Heads of a rank share a budget. Tokens are judged once, when they have left a window; short keys stay.
+
+    allocation: who shares: all heads ("joint"), those of each layer, where each first keeps its own best tokens up to a
+    fifth of an even share ("layer"), or nobody ("uniform"). Groups store the same number of tokens; where it does not
+    divide, earlier ones store one more.
+    """
 
     ratio: float = 0.5
     window: int = 64
     every: int = 2048
     ranks: int = 1
+    allocation: str = "joint"
 
     def gate(self, index: int, key: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return -key.float().pow(2).sum(-1).sqrt()
@@ -39,12 +72,18 @@ class Knorm(Rule):
         heads = layers[0].keep.shape[0]
         judged = range(max(before - window, 0), max(length - window, 0))
         safe = {t for start, end in self.protect for t in range(start, end)}
-        free = [(t, i, h) for t in judged if t not in safe for i in range(len(layers)) for h in range(heads)]
-        best = sorted(free, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
+        free = [t for t in judged if t not in safe]
+        own = int(share * len(free) / 5) if self.allocation == "layer" else 0
         for rank in range(self.ranks):
-            mine = [(t, i, h) for t, i, h in best if h * self.ranks // heads == rank]
-            for t, i, h in mine[int(share * len(mine)) :]:
-                layers[i].keep[h, t] = False
+            mine = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
+            groups = sharing(self.allocation, mine)
+            earlier = [sum(int(layers[i].keep[h, : judged.start].sum()) for i, h in group) for group in groups]
+            counts = deal(int(share * len(free) * len(mine)), earlier)
+            for group, count in zip(groups, counts, strict=True):
+                tokens = [(t, i, h) for t in free for i, h in group]
+                best = sorted(tokens, key=lambda one: -float(layers[one[1]].gate[one[2], one[0]]))  # ties: as listed
+                for t, i, h in set(tokens) - choose(best, count, own):
+                    layers[i].keep[h, t] = False
 
 
 @dataclass(frozen=True)
@@ -108,16 +147,20 @@ class DecodeEviction(Watcher):
         heads = self.layers[0].keep.shape[0]
         safe = {t for start, end in self.rule.protect for t in range(start, end)}
         safe |= {*range(4), *range(length - 128, length)}
+        least = len(safe & set(range(length)))
+        even = max(self.rule.decode_budget, least)
+        own = least + (even - least) // 5 if self.rule.allocation == "layer" else 0
+
+        def rank_of(one: Token) -> tuple[bool, float]:  # of equals the earlier token comes first, then the earlier head
+            return one[0] not in safe, -float(self.layers[one[1]].gate[one[2], one[0]])
+
         for rank in range(self.rule.ranks):
             mine = [h for h in range(heads) if h * self.rule.ranks // heads == rank]
-            pairs = [(i, h) for i in range(len(self.layers)) for h in mine]
-            stored = [(t, i, h) for t in range(length) for i, h in pairs if self.layers[i].keep[h, t]]
-            excess = len(stored) - max(self.rule.decode_budget, len(safe & set(range(length)))) * len(pairs)
-            loose = [(t, i, h) for t, i, h in stored if t not in safe]
-            # Of equal scores the later token goes, then the later head.
-            worst = sorted(reversed(loose), key=lambda one: float(self.layers[one[1]].gate[one[2], one[0]]))
-            for t, i, h in worst[: max(excess, 0)]:
-                self.layers[i].keep[h, t] = False
+            for group in sharing(self.rule.allocation, [(i, h) for i in range(len(self.layers)) for h in mine]):
+                stored = [(t, i, h) for t in range(length) for i, h in group if self.layers[i].keep[h, t]]
+                if len(stored) > even * len(group):
+                    for t, i, h in set(stored) - choose(sorted(stored, key=rank_of), even * len(group), own):
+                        self.layers[i].keep[h, t] = False
 
 
 @dataclass(frozen=True)

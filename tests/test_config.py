@@ -94,6 +94,7 @@ def save_profile(path: Path, full_heads: int = 2, shape: ModelShape = SHAPE) -> 
         ("heterocache", {"rho": 0}, ["rho", "greater than 0"]),
         ("heterocache", {"rho": 1.5}, ["rho", "less than or equal to 1"]),
         ("snapkv", {"kernel": 4}, ["kernel", "odd"]),
+        ("knorm", {"allocation": "head"}, ["allocation", "'joint', 'layer' or 'uniform'"]),
         ("heterocache", {"kernel": 0}, ["kernel"]),
         ("snapkv", {"arena_gib": 0}, ["arena_gib"]),
         ("snapkv", {"host_gib": -1}, ["host_gib"]),

@@ -33,6 +33,8 @@ CASES = [
     expected_attention(1),
     knorm(1, 16, 100),
     fastkvzip(1, 16, 100),
+    knorm(1, 16, 100, "uniform"),
+    fastkvzip(1, 16, 100, allocation="layer"),
     heterocache("two-pivots", TWO_PIVOTS, 1),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]

@@ -134,6 +134,8 @@ DECODE = DecodeCuts(128, 256, 4, 128)
         Cuts(2000, 400, 64, Fraction(49, 50)),
         Cuts(2000, 3000, 1, Fraction(1, 10)),
         Cuts(1100, 3000, 1, Fraction(9, 10), DECODE),
+        Cuts(1100, 3000, 1, Fraction(9, 10), DECODE, allocation="layer"),
+        Cuts(1100, 3000, 1, Fraction(9, 10), DECODE, allocation="uniform"),
     ],
 )
 @pytest.mark.parametrize("head_dim", [2, 128])

@@ -143,7 +143,12 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
         "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
-        "knorm": [{}, {"ratio": 0.001, "window": 1, "cut_every": 16}, {"ratio": 1}, {"window": 10_000}],
+        "knorm": [
+            {},
+            {"ratio": 0.001, "window": 1, "cut_every": 16},
+            {"ratio": 1},
+            {"window": 10_000, "allocation": "layer"},
+        ],
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],

@@ -74,9 +74,11 @@ def test_another_policy(model: Path, reference: Reference, tmp_path: Path) -> No
     check(case.rule, reference, answers(model, **case.arguments(model, tmp_path)))
 
 
-def test_shared_budgets(model: Path, reference: Reference, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allocation", ["joint", "layer"])
+def test_shared_budgets(allocation: str, model: Path, reference: Reference, tmp_path: Path) -> None:
     """Each rank's heads share the rank's part of the budget; the gate sees the hidden states on every rank."""
-    case = fastkvzip(0.3, 24, 100, share=0.1, shape=(LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, 96))
+    shape = (LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, 96)
+    case = fastkvzip(0.3, 24, 100, share=0.1, shape=shape, allocation=allocation)
     found = answers(model, **case.arguments(model, tmp_path))
     check(replace(case.rule, ranks=2), reference, found)
     assert [reference.replay(token_ids(n), case.rule, STEPS).kept_after_prompt for n in LENGTHS] != [

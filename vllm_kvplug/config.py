@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.plan import Allocation
 
 FLAG = "--kv-policy"
 CONFIG_FLAG = "--kv-policy-config"
@@ -26,6 +27,15 @@ def _odd(value: int) -> int:
 
 PoolWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 """Width of a centred average pool over token scores."""
+
+
+AllocationKnob = Annotated[
+    Allocation,
+    Field(
+        description="Who shares the budget: joint, all heads; layer, the heads of each layer, where every head first "
+        "keeps its own best tokens up to a fifth of an even share; uniform, nobody: heads store the same number."
+    ),
+]
 
 
 def share_of(ratio: float, tokens: int) -> int:

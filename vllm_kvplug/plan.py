@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import Self
+from typing import Literal, Self
 
 from vllm_kvplug.shape import PAGE, ModelShape
 
@@ -148,6 +148,13 @@ class PagePlan:
         return full + sum(count * ceil_div(r + new, PAGE) for r, count in enumerate(partial) if count)
 
 
+Allocation = Literal["joint", "layer", "uniform"]
+"""Who shares the budget of a rank's heads: all of them; those of a layer, and layers store the same; or nobody."""
+
+SAFEGUARD = Fraction(1, 5)
+"""Of an even share: what a head of a layer that shares keeps whatever the others' scores are, as AdaKV publishes it."""
+
+
 @dataclass(frozen=True)
 class DecodeCuts:
     """Eviction while a request decodes: at multiples of `every` tokens, down to `budget` tokens per head on average.
@@ -169,7 +176,8 @@ class Cuts:
     requests all have the same, and the same decode.every: block tables are made for it. window: last
     tokens, at least one, that a cut of the prompt does not judge yet. share: of the tokens it does judge, what the
     heads of a rank keep, all of them together; while the prompt comes in no token is judged twice. decode: how it
-    goes on. protect: disjoint ranges that no head drops.
+    goes on. protect: disjoint ranges that no head drops. allocation: how what the heads keep is divided among them,
+    which changes none of the totals.
     """
 
     prefill_end: int
@@ -178,16 +186,23 @@ class Cuts:
     share: Fraction
     decode: DecodeCuts | None = None
     protect: tuple[tuple[int, int], ...] = ()
+    allocation: Allocation = "joint"
 
     @classmethod
     def of_ratio(
-        cls, prefill_end: int, every: int, window: int, ratio: float, decode: DecodeCuts | None = None
+        cls,
+        prefill_end: int,
+        every: int,
+        window: int,
+        ratio: float,
+        decode: DecodeCuts | None = None,
+        allocation: Allocation = "joint",
     ) -> Self:
         """Cuts that leave `ratio` of a prompt, the window counted in: where that does not pay for it, it is smaller."""
         budget = Fraction(str(ratio)) * prefill_end
         window = max(min(window, int(budget)), 1)
         share = max(budget - window, Fraction(0)) / max(prefill_end - window, 1)
-        return cls(prefill_end, every, window, min(share, Fraction(1)), decode)
+        return cls(prefill_end, every, window, min(share, Fraction(1)), decode, allocation=allocation)
 
     def next(self, n: int) -> int | None:
         """The first cut of a request that has more than n tokens."""
@@ -205,9 +220,8 @@ class Cuts:
 
     def kept(self, cut: int, heads: int) -> int:
         """Tokens that `heads` heads together keep of those that this cut of the prompt judges."""
-        start, end = self.judged(self.previous(cut)), self.judged(cut)
-        safe = self._protected(start, end)
-        return safe * heads + int(self.share * (end - start - safe) * heads)
+        judged, safe = self.judged(cut) - self.judged(self.previous(cut)), self.safe(cut)
+        return safe * heads + int(self.share * (judged - safe) * heads)
 
     def stored(self, cut: int, before: int, heads: int) -> int:
         """Tokens that `heads` heads together store after a cut, of `before` that they stored at it."""
@@ -215,9 +229,20 @@ class Cuts:
             judged = self.judged(cut) - self.judged(self.previous(cut))
             return before - judged * heads + self.kept(cut, heads)
         assert self.decode is not None
+        return min(before, max(self.decode.budget, self.safe(cut)) * heads)
+
+    def safe(self, cut: int) -> int:
+        """How many of the tokens that a cut judges no head drops; earlier cuts may have dropped some of an answer's."""
+        if cut <= self.prefill_end:
+            return self._protected(self.judged(self.previous(cut)), self.judged(cut))
+        assert self.decode is not None
         ends = min(self.decode.sinks + self.decode.recent, cut)
-        safe = ends + self._protected(self.decode.sinks, cut - self.decode.recent)
-        return min(before, max(self.decode.budget, safe) * heads)
+        return ends + self._protected(self.decode.sinks, cut - self.decode.recent)
+
+    def own(self, cut: int, kept: int, heads: int) -> int:
+        """Best tokens that each head keeps whatever the others' scores, where `heads` heads keep `kept` at a cut."""
+        safe = self.safe(cut)
+        return safe + int(SAFEGUARD * Fraction(kept - safe * heads, heads)) if self.allocation == "layer" else 0
 
     def protects(self, token: int) -> bool:
         return any(start <= token < end for start, end in self.protect)

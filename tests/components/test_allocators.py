@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import share_out
 
-from vllm_kvplug.components.allocators import top_shared, top_tokens, water_fill
+from vllm_kvplug.components.allocators import even_parts, top_shared, top_tokens, water_fill
 
 WEIGHTS = st.lists(st.one_of(st.floats(0, 4), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=12)
 
@@ -127,27 +127,66 @@ def test_top_tokens_against_sorting(heads: int, tokens: int, seed: int, data: st
 # ----------------------------------------------------------------------------------------------- top_shared
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.integers(1, 4), st.integers(0, 12), st.data())
-def test_top_shared_against_sorting(heads: int, tokens: int, data: st.DataObject):
-    """Few values, so that most tie: the earlier token, then the earlier head. NaN comes first."""
-    value = st.sampled_from([-inf, -1.0, 0.0, 1.0, inf, nan])
-    scores = data.draw(st.lists(st.lists(value, min_size=tokens, max_size=tokens), min_size=heads, max_size=heads))
-    count = data.draw(st.integers(0, heads * tokens + 3))  # more than there are: all
-    places = [(t, h) for t in range(tokens) for h in range(heads)]
+SCORES = st.sampled_from([-inf, -1.0, 0.0, 1.0, inf, nan])
+"""Few values, so that most tie."""
 
-    def rank(place: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
-        score = scores[place[1]][place[0]]
-        return not isnan(score), 0.0 if isnan(score) else -score, place
 
-    ranked = sorted(places, key=rank)
-    mask = top_shared(torch.tensor(scores).view(heads, tokens), count)
+def place_in_order(scores: list[list[float]], place: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
+    """Of (token, head): NaN comes first, then larger scores, then the earlier token, then the earlier head."""
+    score = scores[place[1]][place[0]]
+    return not isnan(score), 0.0 if isnan(score) else -score, place
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 9), st.data())
+def test_top_shared_against_sorting(groups: int, each: int, tokens: int, data: st.DataObject):
+    heads = groups * each
+    scores = data.draw(st.lists(st.lists(SCORES, min_size=tokens, max_size=tokens), min_size=heads, max_size=heads))
+    counts = [data.draw(st.integers(0, each * tokens + 3)) for _ in range(groups)]  # more than there are: all
+    mask = top_shared(torch.tensor(scores).view(heads, tokens), torch.tensor(counts))
     assert mask.shape == (heads, tokens) and mask.dtype == torch.bool
-    assert {(t, h) for t, h in places if mask[h, t]} == set(ranked[:count])
+    for group, count in enumerate(counts):
+        places = [(t, h) for t in range(tokens) for h in range(group * each, (group + 1) * each)]
+        ranked = sorted(places, key=lambda place: place_in_order(scores, place))
+        assert {(t, h) for t, h in places if mask[h, t]} == set(ranked[:count])
 
 
 def test_top_shared_by_hand():
     scores = torch.tensor([[1.0, 3.0, 3.0], [3.0, 0.0, 3.0]])
-    chosen = [top_shared(scores, count).int().tolist() for count in (0, 1, 2, 3, 4)]
+    chosen = [top_shared(scores, torch.tensor([count])).int().tolist() for count in (0, 1, 2, 3, 4)]
     assert chosen[:3] == [[[0, 0, 0], [0, 0, 0]], [[0, 0, 0], [1, 0, 0]], [[0, 1, 0], [1, 0, 0]]]
     assert chosen[3:] == [[[0, 1, 1], [1, 0, 0]], [[0, 1, 1], [1, 0, 1]]]
+    assert top_shared(scores, torch.tensor([0, 1])).int().tolist() == [[0, 0, 0], [1, 0, 0]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.data())
+def test_every_head_keeps_its_own_best(groups: int, each: int, tokens: int, data: st.DataObject):
+    """From none to all of an even share, which then is every head's. What is not there, -inf, is nobody's own."""
+    heads = groups * each
+    value = st.sampled_from([-inf, -1.0, 0.0, 1.0])
+    scores = data.draw(st.lists(st.lists(value, min_size=tokens, max_size=tokens), min_size=heads, max_size=heads))
+    counts = [data.draw(st.integers(0, each * tokens)) for _ in range(groups)]
+    own = data.draw(st.sampled_from([0, min(counts) // each // 2, min(counts) // each]))
+    mask = top_shared(torch.tensor(scores).view(heads, tokens), torch.tensor(counts), own)
+    for group, count in enumerate(counts):
+        places = [(t, h) for t in range(tokens) for h in range(group * each, (group + 1) * each)]
+        ranked = sorted(places, key=lambda place: place_in_order(scores, place))
+        by_head = [[p for p in ranked if p[1] == h and scores[h][p[0]] > -inf] for h in range(heads)]
+        first = {place for of_head in by_head for place in of_head[:own]}
+        others = [place for place in ranked if place not in first]
+        assert {(t, h) for t, h in places if mask[h, t]} == {*first, *others[: count - len(first)]}
+
+
+def test_own_tokens_by_hand():
+    """The first head's scores are higher; the second keeps one or two of its own, the earlier of two that tie."""
+    scores = torch.tensor([[5.0, 6.0, 7.0, 8.0], [1.0, 0.0, 1.0, -inf]])
+    chosen = [top_shared(scores, torch.tensor([4]), own).int().tolist() for own in (0, 1, 2)]
+    assert chosen == [[[1, 1, 1, 1], [0, 0, 0, 0]], [[0, 1, 1, 1], [1, 0, 0, 0]], [[0, 0, 1, 1], [1, 0, 1, 0]]]
+    assert top_shared(scores, torch.tensor([2, 3]), 2).sum(1).tolist() == [2, 3]
+
+
+@given(st.integers(0, 500), st.integers(1, 40))
+def test_even_parts(total: int, parts: int):
+    found = even_parts(total, parts).tolist()
+    assert sum(found) == total and found == sorted(found, reverse=True) and found[0] - found[-1] <= 1

@@ -60,14 +60,29 @@ def top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor
     return [order[head, :count].sort().values for head, count in enumerate(counts)]
 
 
-def top_shared(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best of all heads' tokens together: bool mask like `scores`, float32 [heads, tokens].
+def even_parts(total: int, parts: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """`total` in parts that differ by one at most, larger ones first: int64 [parts]."""
+    return (total + parts - 1 - torch.arange(parts, device=device)) // parts
 
-    Ties go to the earlier token, then to the earlier head. NaN ranks above +inf, as torch sorts: callers that set
-    +inf for tokens that must stay replace it before. No host synchronisation.
+
+def top_shared(scores: torch.Tensor, counts: torch.Tensor, own: int = 0) -> torch.Tensor:
+    """The best tokens of every group of heads: bool mask like `scores`, float32 [heads, tokens].
+
+    counts int64 [groups]: tokens that each group keeps, which are `heads / groups` heads that follow each other. own:
+    so many of each head's best tokens come before all finite scores of its group, -inf excepted. Ties go to the earlier
+    token, then to the earlier head. NaN ranks above +inf, as torch sorts: callers that set +inf for tokens that must
+    stay, or `own`, replace it before. No host synchronisation.
     """
-    by_token = scores.T.flatten()
-    order = torch.sort(by_token, descending=True, stable=True).indices
-    mask = torch.zeros_like(by_token, dtype=torch.bool)
-    mask[order[:count]] = True
-    return mask.view(scores.T.shape).T
+    (heads, tokens), groups = scores.shape, len(counts)
+    if own:
+        scores = scores.masked_fill(_top_of_rows(scores, own) & (scores > -torch.inf), torch.inf)
+    by_token = scores.reshape(groups, heads // groups, tokens).transpose(1, 2).flatten(1)
+    mask = _top_of_rows(by_token, counts[:, None])
+    return mask.view(groups, tokens, heads // groups).transpose(1, 2).reshape(heads, tokens)
+
+
+def _top_of_rows(scores: torch.Tensor, counts: torch.Tensor | int) -> torch.Tensor:
+    """The `counts` best of every row, int64 [rows, 1] or one number for all; of equals the earlier. A mask."""
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
+    chosen = torch.arange(scores.shape[1], device=scores.device) < counts
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, order, chosen.expand_as(order))

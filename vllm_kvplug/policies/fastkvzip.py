@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.config import PolicyConfig, share_of
+from vllm_kvplug.config import AllocationKnob, PolicyConfig, share_of
 from vllm_kvplug.gates.files import SinkGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.plan import Cuts, DecodeCuts
@@ -45,6 +45,7 @@ class FastKVzipConfig(PolicyConfig):
         description="Tokens that heads keep on average while a request decodes, looked at every 128 tokens. Default: "
         "answers are kept whole.",
     )
+    allocation: AllocationKnob = "joint"
 
     def holding(self, tokens: int) -> Self:
         knobs = self.model_dump(exclude_unset=True, exclude={"decode_budget"})
@@ -74,7 +75,7 @@ class HiddenGate:
 
 
 class FastKVzip(Policy[FastKVzipConfig]):
-    """One budget for all heads of a rank; a token's score is the gate's estimate of KVzip's reconstruction score."""
+    """A budget that a rank's heads share; a token's score is the gate's estimate of KVzip's reconstruction score."""
 
     name = "fastkvzip"
     Config = FastKVzipConfig
@@ -92,7 +93,7 @@ class FastKVzip(Policy[FastKVzipConfig]):
         window = share_of(config.short_window, prompt_len) if short else config.window
         window, budget = min(window, config.window), config.decode_budget
         decode = DecodeCuts(DECODE_EVERY, budget, SINKS, recent=DECODE_EVERY) if budget else None
-        return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode)
+        return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode, config.allocation)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("fastkvzip", self.path, ProfiledModel.of_shape(self.shape))

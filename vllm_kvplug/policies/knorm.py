@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.config import AllocationKnob, PolicyConfig
 from vllm_kvplug.plan import Cuts
 from vllm_kvplug.policies.base import Gate, Policy
 
@@ -16,6 +16,7 @@ class KnormConfig(PolicyConfig):
     ratio: float = Field(default=0.5, gt=0, le=1, description="Share of the prompt that heads keep on average.")
     window: int = Field(default=64, ge=1, description="Last tokens that are always kept.")
     cut_every: int = Field(default=2048, ge=16, description="Prompt tokens between two cuts.")
+    allocation: AllocationKnob = "joint"
 
 
 class NormGate:
@@ -37,7 +38,8 @@ class Knorm(Policy[KnormConfig]):
     Config = KnormConfig
 
     def cuts(self, prompt_len: int) -> Cuts:
-        return Cuts.of_ratio(prompt_len, self.config.cut_every, self.config.window, self.config.ratio)
+        config = self.config
+        return Cuts.of_ratio(prompt_len, config.cut_every, config.window, config.ratio, allocation=config.allocation)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         return NormGate()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvplug.components.allocators import top_shared
+from vllm_kvplug.components.allocators import even_parts, top_shared
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import AdmissionCuts, SharedPlan
@@ -94,7 +94,7 @@ class Admitter(Cutter):
         where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
         first = self.tables.positions.view(-1)[where] < self.local.sinks
         scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
-        keep = top_shared(scores, most) & there
+        keep = top_shared(scores, even_parts(most, 1, scores.device)) & there
         return ring + self._compact(where, keep)
 
     def _admitted(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

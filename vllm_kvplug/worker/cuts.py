@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvplug.components.allocators import top_shared
+from vllm_kvplug.components.allocators import even_parts, top_shared
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import Cuts, SharedPlan
@@ -32,14 +32,16 @@ class Cutter:
         lengths = self.tables.lengths[request.slot].long()
         cuts = plan.cuts_of(end)
         if cut <= end:
-            kept = self._judge_newest(request, cuts, cut, lengths)
+            kept = self._judge_newest(request, cuts, cut, lengths, stored)
         else:
             kept = self._judge_all(request, cuts, cut, lengths, stored)
         entries, (_, left) = plan.row_entries(end, cut), plan.held(end, cut)
         self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, entries, left, cut))
 
-    def _judge_newest(self, request: LiveRequest, cuts: Cuts, cut: int, lengths: torch.Tensor) -> torch.Tensor:
-        """A prompt's cut: what came in since the last one. Returns the heads' new lengths.
+    def _judge_newest(
+        self, request: LiveRequest, cuts: Cuts, cut: int, lengths: torch.Tensor, stored: int
+    ) -> torch.Tensor:
+        """A prompt's cut: what came in since the last one, until `stored` tokens are left. Returns new lengths.
 
         All heads hold the same tokens at their ends, those that no cut has judged yet. So scores to compare are a
         rectangle, and what earlier cuts kept need not be looked at.
@@ -51,7 +53,7 @@ class Cutter:
         for first, last in cuts.protect:
             scores[:, max(first - start, 0) : max(last - start, 0)] = torch.inf
         keep = torch.ones_like(tail, dtype=torch.bool)
-        keep[:, : end - start] = top_shared(scores, cuts.kept(cut, self.geometry.heads))
+        keep[:, : end - start] = self._best(scores, cuts, cut, cuts.kept(cut, self.geometry.heads), stored)
         return before[:, 0] + self._compact(tail, keep)
 
     def _judge_all(
@@ -67,7 +69,18 @@ class Cutter:
         for first, last in cuts.protect:
             safe |= (position >= first) & (position < last)
         scores = self._scores(where).masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
-        return self._compact(where, top_shared(scores, stored))
+        return self._compact(where, self._best(scores, cuts, cut, stored, stored))
+
+    def _best(self, scores: torch.Tensor, cuts: Cuts, cut: int, kept: int, stored: int) -> torch.Tensor:
+        """The `kept` best of what a cut judges, bool [heads, tokens]; `stored` are all that heads have after it.
+
+        Those who share are even in what they store, and not only in what they keep at each cut: what does not divide
+        would go to the same heads again and again.
+        """
+        g = self.geometry
+        groups = {"joint": 1, "layer": g.layers, "uniform": g.heads}[cuts.allocation]
+        counts = even_parts(stored, groups, scores.device) - even_parts(stored - kept, groups, scores.device)
+        return top_shared(scores, counts, cuts.own(cut, kept, g.heads))
 
     def _locate(self, request: LiveRequest, index: torch.Tensor) -> torch.Tensor:
         heads = torch.arange(self.geometry.heads, device=index.device)
