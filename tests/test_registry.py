@@ -197,7 +197,10 @@ def check_cuts(policy: Policy[Any]) -> None:
     for n in [*range(1, 70), 500, 1024, 15_999, 16_000, 50_001]:
         cuts, heads, kept = policy.cuts(n), 6, 0
         if policy.local is not None:
-            assert cuts.admitted(n, heads) == int(Fraction(str(policy.config.cap)) * max(n - cuts.window, 0) * heads)
+            left = max(n - cuts.window, 0)
+            safe = min(policy.config.sinks, left)
+            most = safe * heads + int(Fraction(str(policy.config.cap)) * (left - safe) * heads)
+            assert cuts.admitted(n, heads) == most
             continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
         lengths = [cut for cut in {cuts.next(m) for m in range(n)}]
