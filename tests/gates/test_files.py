@@ -7,7 +7,7 @@ from gates.gate_tools import HEADS, HIDDEN, LAYERS, shaken, tiny_config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vllm_kvplug.calibrate.profile import ProfiledModel, model_fingerprint
+from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, model_fingerprint
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates import files
 from vllm_kvplug.gates.files import (
@@ -183,6 +183,19 @@ def test_shipped_gates_are_found_by_kind_and_architecture(saved, kind, monkeypat
     assert find_shipped_gate(kind, fingerprint) == path
     assert find_shipped_gate("fastkvzip" if kind == "wgkv" else "wgkv", fingerprint) is None
     assert find_shipped_gate(kind, model_fingerprint(tiny_config(vocab_size=65))) is None
+
+
+SHIPPED = [path for path in files.shipped_files() if path.suffix == ".safetensors"]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_gates_fit_a_model_that_has_a_shipped_profile(path):
+    kind = path.stem.rsplit("-", 1)[1]
+    profile = HeadProfile.load(path.with_name(path.name.replace(f"-{kind}.safetensors", ".json")))
+    found = find_shipped_gate(kind, profile.model.fingerprint)
+    assert found == path
+    _, metadata = load_gate(kind, path, profile.model)
+    assert metadata.results and metadata.files and metadata.weights_hash == profile.provenance.weights_hash
 
 
 def test_others_can_read_what_the_umask_lets_them(kind, tmp_path):
