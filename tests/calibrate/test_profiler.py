@@ -152,19 +152,20 @@ def test_overlap():
 
 def test_score_text_counts_steps_and_is_one_when_everything_is_active(model):
     ids = torch.randint(VOCAB, (17,))
-    stability, similarity, steps = score_text(model, ids, ProfileSettings(steps=4, top_fraction=1.0))
-    assert steps == 4
-    assert stability.shape == (3, 2) and (stability == 1).all()
-    assert similarity.shape == (3, 2, 2) and (similarity == 1).all()
+    scores = score_text(model, ids, ProfileSettings(steps=6, top_fraction=1.0))
+    assert scores.steps == 6
+    assert scores.stability.shape == (3, 2) and (scores.stability == 1).all()
+    assert scores.similarity.shape == (3, 2, 2) and (scores.similarity == 1).all()
+    assert scores.gain.shape == (3, 2, 2) and scores.gain.abs().max() < 1e-6
 
 
 def test_score_text_equals_the_slow_way(model):
-    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(1))
-    settings = ProfileSettings(steps=4, top_fraction=0.2, kernel=3)
-    stability, similarity, _ = score_text(model, ids, settings)
+    ids = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(2))
+    settings = ProfileSettings(steps=12, top_fraction=0.2, kernel=3)
+    scores = score_text(model, ids, settings)
 
     with torch.inference_mode():
-        text = generate(model, ids, 5)
+        text = generate(model, ids, 13)
         model.set_attn_implementation("eager")
         attentions = model(text, output_attentions=True).attentions
         model.set_attn_implementation("sdpa")
@@ -175,13 +176,29 @@ def test_score_text_equals_the_slow_way(model):
         smooth = [padded[i : i + 3].mean().item() for i in range(40)]
         return set(sorted(range(40), key=lambda i: -smooth[i])[:8])
 
+    def caught(layer: int, head: int, query: int, tokens: set[int]) -> float:
+        row = attentions[layer][0, 3 * head : 3 * head + 3, query, :40].mean(0)
+        return (row[sorted(tokens)].sum() / row.sum()).item()
+
     for layer in range(3):
+        prefill = [active(layer, head, 39) for head in range(2)]
         for head in range(2):
-            prefill = active(layer, head, 39)
-            shared = sorted(len(prefill & active(layer, head, query)) / 8 for query in range(40, 44))
-            assert stability[layer, head].item() == pytest.approx((shared[1] + shared[2]) / 2)
-        shared = len(active(layer, 0, 39) & active(layer, 1, 39)) / 8
-        assert similarity[layer, 0, 1].item() == similarity[layer, 1, 0].item() == pytest.approx(shared)
+            shared = sorted(len(prefill[head] & active(layer, head, query)) / 8 for query in range(40, 52))
+            assert scores.stability[layer, head].item() == pytest.approx((shared[5] + shared[6]) / 2)
+            for pivot in range(2):  # the query at 44 + 5n is looked at, and followed by the next five
+                gains = [
+                    caught(layer, head, query, active(layer, pivot, (query - 40) // 5 * 5 + 39))
+                    - caught(layer, head, query, prefill[head])
+                    for query in range(45, 52)
+                ]
+                assert scores.gain[layer, head, pivot].item() == pytest.approx(sum(gains) / 7, abs=1e-5)
+        shared = len(prefill[0] & prefill[1]) / 8
+        assert scores.similarity[layer, 0, 1].item() == scores.similarity[layer, 1, 0].item() == pytest.approx(shared)
+
+
+def test_short_answers_have_no_gain(model):
+    scores = score_text(model, torch.randint(VOCAB, (12,)), ProfileSettings(steps=5))
+    assert scores.gain.isnan().all()
 
 
 def test_score_text_stops_at_the_end_token(model):
@@ -190,7 +207,7 @@ def test_score_text_stops_at_the_end_token(model):
     stop = next(token for token in generated[1:] if token != generated[0])
     model.generation_config.eos_token_id = [stop]
     try:
-        _, _, steps = score_text(model, ids, ProfileSettings(steps=8))
+        steps = score_text(model, ids, ProfileSettings(steps=8)).steps
     finally:
         model.generation_config.eos_token_id = None
     assert steps == generated.index(stop)
@@ -222,6 +239,16 @@ def test_greedy_star_clustering(similarity, clusters):
     assert cluster_heads(similarity, 0.5) == clusters
     assert list(cluster_heads(similarity, 0.5)) == list(clusters)
     assert cluster_heads(similarity, 0.51) == {}
+
+
+def test_satellites_gain_by_following_their_pivot():
+    """Gain [i, j] is i's of following j: 0 and 2 gain by following 1, nobody by following 2, 1 too little by 0."""
+    similarity = torch.ones(3, 3)
+    gain = torch.tensor([[0.2, 0.1, -0.1], [0.01, 0.2, -0.1], [-0.1, 0.05, 0.2]])
+    assert cluster_heads(similarity, 0.5, gain, 0.05) == {1: (0, 2)}
+    assert cluster_heads(similarity, 0.5, gain, 0.06) == {1: (0,)}
+    assert cluster_heads(similarity, 0.5, gain, 0.2) == {}
+    assert cluster_heads(similarity, 0.5, gain) == {0: (1, 2)}
 
 
 def test_layer_roles_look_at_stability_only_outside_clusters():

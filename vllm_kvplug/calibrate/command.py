@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tau-sim", type=float, default=default.tau_sim, help="similar enough for a cluster (default %(default)s)"
     )
+    parser.add_argument(
+        "--min-gain",
+        type=float,
+        metavar="SHARE",
+        help="only heads whose attention is caught better by a pivot's recent tokens than by their own of the prompt's "
+        "end, by this share of it, are its satellites (default: not asked)",
+    )
     parser.add_argument("--out", type=Path, help="profile to write (default profiles/<model>.json)")
     parser.add_argument("--png", type=Path, help="also draw the profile")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -93,7 +100,10 @@ def profile_model(
     network.to(device).eval()
     scores = score_heads(network, AutoTokenizer.from_pretrained(folder), texts, settings)
 
-    clusters = tuple(cluster_heads(layer, settings.tau_sim) for layer in scores.similarity)
+    clusters = tuple(
+        cluster_heads(layer, settings.tau_sim, gain, settings.min_gain)
+        for layer, gain in zip(scores.similarity, scores.gain, strict=True)
+    )
     roles = tuple(
         layer_roles(groups, stable, settings.tau_stable)
         for groups, stable in zip(clusters, scores.stability, strict=True)

@@ -23,13 +23,28 @@ from vllm_kvplug.errors import PolicyError
 RECORDING = "kvplug_recording"
 
 
+REFRESH = 5
+"""Decode steps from one look of a pivot to the next, as a server's drift checks have them."""
+
+
 @dataclass(frozen=True)
 class HeadScores:
-    """stability [L,H] and similarity [L,H,H], averaged over texts; thresholds are applied later."""
+    """stability [L,H], similarity and gain [L,H,H], averaged over texts; thresholds are applied later."""
 
     stability: Tensor
     similarity: Tensor
+    gain: Tensor
     texts: tuple[ProfiledText, ...]
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Of one text: stability [L,H]; similarity [L,H,H]; gain [L,H,H], NaN if the answer is short; decode steps run."""
+
+    stability: Tensor
+    similarity: Tensor
+    gain: Tensor
+    steps: int
 
 
 # ---------------------------------------------------------------- capture
@@ -86,38 +101,54 @@ def overlap(a: Tensor, b: Tensor) -> Tensor:
     return (a & b).sum(-1) / smaller
 
 
-@torch.inference_mode()
-def score_text(model: PreTrainedModel, ids: Tensor, settings: ProfileSettings) -> tuple[Tensor, Tensor, int]:
-    """ids [T] -> (stability [L,H], similarity [L,H,H], decode steps run).
+def caught(attention: Tensor, active: Tensor) -> Tensor:
+    """Shares of attention [L, H, T] that go to sets [L, H or 1, H or 1, T]: [L, H, H or 1]."""
+    share = attention / attention.sum(-1, keepdim=True)
+    return (share[:, :, None] * active).sum(-1)
 
-    Stability: median over decode steps of the overlap with the prefill's active set. Similarity: pairwise
+
+@torch.inference_mode()
+def score_text(model: PreTrainedModel, ids: Tensor, settings: ProfileSettings) -> TextScores:
+    """ids [T]. Stability: median over decode steps of the overlap with the prefill's active set. Similarity: pairwise
     overlap at the prefill's last query only, as in the released code; the paper's text takes a median over
-    steps of the maximum over peers instead, which does not say who the peer is. Decoding is greedy and ends
-    with the model's answer, since what follows an end token is not the model's own text.
+    steps of the maximum over peers instead, which does not say who the peer is. Gain [i, j], ours: mean over decode
+    steps of the share of head i's attention to the prompt that goes to j's active set of up to `REFRESH` steps ago,
+    less the share that goes to i's own active set of the prefill: what i has of following j. Decoding is greedy and
+    ends with the model's answer, since what follows an end token is not the model's own text.
     """
     kv_heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     stop = model.generation_config.eos_token_id
     stops = set(stop) if isinstance(stop, list) else {stop}
     overlaps: list[Tensor] = []
+    gains: list[Tensor] = []
 
     with last_rows(model) as rows:
 
-        def current_set() -> Tensor:
-            return active_set(stack_rows(rows, kv_heads, len(ids)), settings.top_fraction, settings.kernel)
+        def current() -> tuple[Tensor, Tensor]:
+            """Attention to the prompt [L, H, T], and the active set."""
+            attention = stack_rows(rows, kv_heads, len(ids))
+            return attention, active_set(attention, settings.top_fraction, settings.kernel)
 
         output = model(ids[None], use_cache=True, logits_to_keep=1)
-        prefill = current_set()
+        _, prefill = current()
+        seen = prefill
         for _ in range(settings.steps):
             token = output.logits[:, -1].argmax(-1)
             if overlaps and token.item() in stops:
                 break
             output = model(token[None], use_cache=True, past_key_values=output.past_key_values)
-            overlaps.append(overlap(current_set(), prefill))
+            attention, active = current()
+            overlaps.append(overlap(active, prefill))
+            if len(overlaps) > REFRESH:
+                gains.append(caught(attention, seen[:, None]) - caught(attention, prefill[:, :, None]))
+            if len(overlaps) % REFRESH == 0:
+                seen = active
 
     # quantile, not median: torch's median takes the lower of the two middle values
     stability = torch.stack(overlaps).quantile(0.5, dim=0)
     similarity = overlap(prefill[:, :, None], prefill[:, None])
-    return stability.cpu(), similarity.cpu(), len(overlaps)
+    gain = torch.stack(gains).mean(0) if gains else torch.full_like(similarity, torch.nan)
+    return TextScores(stability.cpu(), similarity.cpu(), gain.cpu(), len(overlaps))
 
 
 def score_heads(
@@ -129,28 +160,34 @@ def score_heads(
     """texts: (name, text) pairs, each cut to `settings.length` tokens; shorter ones are used whole."""
     if not texts:
         raise PolicyError("profile: needs at least one text")
-    stability, similarity, records = [], [], []
+    scored, records = [], []
     for name, text in tqdm(texts, desc="profiling", unit="text"):
         has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         ids = tokenizer(text, add_special_tokens=not has_bos).input_ids[: settings.length]
         if not ids:
             raise PolicyError(f"profile: text {name} is empty")
-        stable, similar, steps = score_text(model, torch.tensor(ids, device=model.device), settings)
-        stability.append(stable)
-        similarity.append(similar)
+        scored.append(score_text(model, torch.tensor(ids, device=model.device), settings))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        records.append(ProfiledText(name=name, sha256=digest, tokens=len(ids), steps=steps))
-    return HeadScores(torch.stack(stability).mean(0), torch.stack(similarity).mean(0), tuple(records))
+        records.append(ProfiledText(name=name, sha256=digest, tokens=len(ids), steps=scored[-1].steps))
+    stability = torch.stack([text.stability for text in scored]).mean(0)
+    similarity = torch.stack([text.similarity for text in scored]).mean(0)
+    gain = torch.stack([text.gain for text in scored]).nanmean(0)
+    return HeadScores(stability, similarity, gain, tuple(records))
 
 
 # ---------------------------------------------------------------- roles and budgets
-def cluster_heads(similarity: Tensor, tau_sim: float) -> dict[int, tuple[int, ...]]:
-    """similarity [H, H] of one layer -> {pivot: its satellites}, greedy star clustering.
+def cluster_heads(
+    similarity: Tensor, tau_sim: float, gain: Tensor | None = None, min_gain: float | None = None
+) -> dict[int, tuple[int, ...]]:
+    """similarity, gain [H, H] of one layer -> {pivot: its satellites}, greedy star clustering.
 
     The unassigned head with the most unassigned neighbours (ties: lowest index) becomes a pivot and takes
-    them all; stops when nobody has a neighbour left.
+    them all; stops when nobody has a neighbour left. With `min_gain` only heads that gain so much by following one
+    are its neighbours.
     """
     near = similarity >= tau_sim
+    if gain is not None and min_gain is not None:
+        near &= gain.T >= min_gain
     unassigned = list(range(len(near)))
     clusters: dict[int, tuple[int, ...]] = {}
     while unassigned:
