@@ -1,5 +1,6 @@
 import argparse
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_kvplug.calibrate import command
 from vllm_kvplug.calibrate.profile import HeadProfile, ProfileSettings, model_fingerprint
 from vllm_kvplug.calibrate.profiler import (
+    HeadScores,
     active_set,
+    assign,
     budget_weights,
     cluster_heads,
+    followers,
     last_rows,
     layer_roles,
     overlap,
@@ -241,18 +245,34 @@ def test_greedy_star_clustering(similarity, clusters):
     assert cluster_heads(similarity, 0.51) == {}
 
 
-def test_satellites_gain_by_following_their_pivot():
-    """Gain [i, j] is i's of following j: 0 and 2 gain by following 1, nobody by following 2, 1 too little by 0."""
-    similarity = torch.ones(3, 3)
-    gain = torch.tensor([[0.2, 0.1, -0.1], [0.01, 0.2, -0.1], [-0.1, 0.05, 0.2]])
-    assert cluster_heads(similarity, 0.5, gain, 0.05) == {1: (0, 2)}
-    assert cluster_heads(similarity, 0.5, gain, 0.06) == {1: (0,)}
-    assert cluster_heads(similarity, 0.5, gain, 0.2) == {}
-    assert cluster_heads(similarity, 0.5, gain) == {0: (1, 2)}
+GAIN = torch.tensor([[0.2, 0.1, -0.1, 0.3], [0.01, 0.2, -0.1, 0.0], [-0.1, 0.05, 0.0, 0.06], [0.1, 0.1, 0.1, 0.15]])
+
+
+def test_heads_follow_whom_they_gain_most_by_following():
+    """Gain [i, j] is i's of following j."""
+
+    def clusters(*whole: int) -> dict[int, tuple[int, ...]]:
+        return followers(GAIN, torch.tensor([head in whole for head in range(4)]))
+
+    assert clusters(0, 1, 3) == {3: (2,)}
+    assert clusters(1) == {1: (0, 2, 3)}
+    assert clusters(0) == {0: (1, 3)}  # 2 would lose
+    assert clusters(2) == {2: (3,)}
+    assert clusters() == clusters(0, 1, 2, 3) == {}
+
+
+def test_roles_by_gain():
+    scores = HeadScores(torch.ones(1, 4), torch.ones(1, 4, 4), GAIN[None], ())
+    roles, clusters = assign(scores, ProfileSettings(max_drift=0.18))
+    assert roles == [("pivot", "pivot", "satellite", "satellite")] and clusters == [{1: (2,), 0: (3,)}]
+    roles, clusters = assign(scores, ProfileSettings(max_drift=0.01))
+    assert roles == [("volatile", "volatile", "satellite", "pivot")] and clusters == [{3: (2,)}]
+    with pytest.raises(PolicyError, match="answers of more than 5 tokens"):
+        assign(replace(scores, gain=torch.full((1, 4, 4), torch.nan)), ProfileSettings(max_drift=0.01))
 
 
 def test_layer_roles_look_at_stability_only_outside_clusters():
-    roles = layer_roles({1: (0, 3)}, torch.tensor([0.1, 0.1, 0.5, 0.9, 0.49]), tau_stable=0.5)
+    roles = layer_roles({1: (0, 3)}, torch.tensor([0.1, 0.1, 0.5, 0.9, 0.49]) < 0.5)
     assert roles == ("satellite", "pivot", "anchor", "satellite", "volatile")
 
 

@@ -52,11 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tau-sim", type=float, default=default.tau_sim, help="similar enough for a cluster (default %(default)s)"
     )
     parser.add_argument(
-        "--min-gain",
+        "--max-drift",
         type=float,
         metavar="SHARE",
-        help="only heads whose attention is caught better by a pivot's recent tokens than by their own of the prompt's "
-        "end, by this share of it, are its satellites (default: not asked)",
+        help="instead of both tau: keep heads whole whose attention their own recent tokens catch better than those of "
+        "the prompt's end, by this share of it; the others follow what they gain by following",
     )
     parser.add_argument("--out", type=Path, help="profile to write (default profiles/<model>.json)")
     parser.add_argument("--png", type=Path, help="also draw the profile")
@@ -92,7 +92,7 @@ def profile_model(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from vllm_kvplug.calibrate.profiler import budget_weights, cluster_heads, layer_roles, score_heads
+    from vllm_kvplug.calibrate.profiler import assign, budget_weights, score_heads
 
     folder = local_folder(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,19 +100,12 @@ def profile_model(
     network.to(device).eval()
     scores = score_heads(network, AutoTokenizer.from_pretrained(folder), texts, settings)
 
-    clusters = tuple(
-        cluster_heads(layer, settings.tau_sim, gain, settings.min_gain)
-        for layer, gain in zip(scores.similarity, scores.gain, strict=True)
-    )
-    roles = tuple(
-        layer_roles(groups, stable, settings.tau_stable)
-        for groups, stable in zip(clusters, scores.stability, strict=True)
-    )
+    roles, clusters = assign(scores, settings)
     return HeadProfile(
         model=ProfiledModel.of(network.config, name),
-        roles=roles,
+        roles=tuple(roles),
         weights=_rounded(budget_weights(roles, scores.stability)),
-        clusters=clusters,
+        clusters=tuple(clusters),
         stability=_rounded(scores.stability.tolist()),
         provenance=Provenance(
             source="kvplug profile",

@@ -33,8 +33,8 @@ class ProfileSettings(_Frozen):
     kernel: int = Field(default=5, ge=1, description="width of the average pool over positions, odd")
     tau_stable: float = Field(default=0.5, ge=0, le=1, description="an unclustered head this stable is an anchor")
     tau_sim: float = Field(default=0.5, ge=0, le=1, description="two heads this similar are neighbours")
-    min_gain: float | None = Field(
-        default=None, ge=-1, le=1, description="a satellite's attention that following its pivot must add, if given"
+    max_drift: float | None = Field(
+        default=None, ge=0, le=1, description="roles by gain, heads that would gain this by following themselves whole"
     )
 
     @model_validator(mode="after")

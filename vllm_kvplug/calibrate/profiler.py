@@ -176,18 +176,13 @@ def score_heads(
 
 
 # ---------------------------------------------------------------- roles and budgets
-def cluster_heads(
-    similarity: Tensor, tau_sim: float, gain: Tensor | None = None, min_gain: float | None = None
-) -> dict[int, tuple[int, ...]]:
-    """similarity, gain [H, H] of one layer -> {pivot: its satellites}, greedy star clustering.
+def cluster_heads(similarity: Tensor, tau_sim: float) -> dict[int, tuple[int, ...]]:
+    """similarity [H, H] of one layer -> {pivot: its satellites}, greedy star clustering.
 
     The unassigned head with the most unassigned neighbours (ties: lowest index) becomes a pivot and takes
-    them all; stops when nobody has a neighbour left. With `min_gain` only heads that gain so much by following one
-    are its neighbours.
+    them all; stops when nobody has a neighbour left.
     """
     near = similarity >= tau_sim
-    if gain is not None and min_gain is not None:
-        near &= gain.T >= min_gain
     unassigned = list(range(len(near)))
     clusters: dict[int, tuple[int, ...]] = {}
     while unassigned:
@@ -200,18 +195,45 @@ def cluster_heads(
     return clusters
 
 
-def layer_roles(clusters: dict[int, tuple[int, ...]], stability: Tensor, tau_stable: float) -> tuple[Role, ...]:
-    """Clustered heads are pivots and satellites; of the rest, stability [H] parts anchors from volatile."""
+def followers(gain: Tensor, whole: Tensor) -> dict[int, tuple[int, ...]]:
+    """gain [H, H] and bool [H], which heads are kept whole, of one layer -> {pivot: its satellites}.
+
+    Every other head follows the whole one that it gains most by following, if it gains at all.
+    """
+    clusters: dict[int, tuple[int, ...]] = {}
+    for head in (~whole).nonzero().flatten().tolist():
+        best = gain[head].masked_fill(~whole, -torch.inf)
+        if best.max() > 0:
+            pivot = int(best.argmax())
+            clusters[pivot] = (*clusters.get(pivot, ()), head)
+    return clusters
+
+
+def layer_roles(clusters: dict[int, tuple[int, ...]], whole: Tensor) -> tuple[Role, ...]:
+    """Clustered heads are pivots and satellites; of the rest, those to be kept whole, bool [H], are volatile."""
     satellites = {head for members in clusters.values() for head in members}
 
-    def role(head: int, stable: float) -> Role:
+    def role(head: int, kept: bool) -> Role:
         if head in clusters:
             return "pivot"
         if head in satellites:
             return "satellite"
-        return "anchor" if stable >= tau_stable else "volatile"
+        return "volatile" if kept else "anchor"
 
-    return tuple(role(head, stable) for head, stable in enumerate(stability.tolist()))
+    return tuple(role(head, kept) for head, kept in enumerate(whole.tolist()))
+
+
+def assign(scores: HeadScores, settings: ProfileSettings) -> tuple[list[tuple[Role, ...]], list[dict]]:
+    """Roles and clusters of every layer: as published, or by what heads gain if there is a `max_drift`."""
+    if settings.max_drift is None:
+        whole = scores.stability < settings.tau_stable
+        clusters = [cluster_heads(layer, settings.tau_sim) for layer in scores.similarity]
+    else:
+        if scores.gain.isnan().any():
+            raise PolicyError(f"profile: --max-drift needs texts with answers of more than {REFRESH} tokens")
+        whole = scores.gain.diagonal(dim1=1, dim2=2) >= settings.max_drift
+        clusters = [followers(*layer) for layer in zip(scores.gain, whole, strict=True)]
+    return [layer_roles(*layer) for layer in zip(clusters, whole, strict=True)], clusters
 
 
 def budget_weights(roles: Sequence[Sequence[Role]], stability: Tensor) -> list[list[float]]:
