@@ -89,7 +89,10 @@ def scores(
 
 @dataclass(frozen=True)
 class Examination:
-    """A model and the examples it is asked, the same for every run. multiquery: without a look at the questions."""
+    """A model and the examples it is asked, the same for every run.
+
+    only: tasks, all if empty. multiquery: without a look at the questions.
+    """
 
     model: str
     tasks: Path
@@ -98,6 +101,7 @@ class Examination:
     seed: int
     dtype: str
     concurrent: int
+    only: tuple[str, ...] = ()
     multiquery: bool = False
 
     @classmethod
@@ -109,16 +113,19 @@ class Examination:
         parser.add_argument("--seed", type=int, default=9001)
         parser.add_argument("--dtype", default="float32")
         parser.add_argument("--concurrent", type=int, default=16, help="requests at once")
+        parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="default: all")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Examination:
-        return cls(args.model, args.tasks, args.tokens, args.examples, args.seed, args.dtype, args.concurrent)
+        numbers = args.tokens, args.examples, args.seed
+        return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only))
 
     def measure(self, key: str, runs: Runs, out: Path) -> None:
         """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
         from transformers import AutoTokenizer
 
         tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
+        tasks.TASKS = self.only or tasks.TASKS
         asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
         names = [e["task"] for e in asked]
         common = {
