@@ -186,6 +186,34 @@ def test_the_rest_waits_for_what_the_context_gives_back(tiny_model_dir: Path) ->
             assert used_blocks(llm) == 0
 
 
+def test_a_cut_in_flight_is_waited_for_if_blocks_are_short(tiny_model_dir: Path) -> None:
+    """A prompt's second chunk, right behind a cut, in a pool without a free block: it is not preempted for that."""
+    from vllm import SamplingParams
+
+    knobs = {"ratio": 0.1, "cut_every": 128}
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=128, kv_policy="knorm", kv_policy_config=knobs) as llm:
+        core, requests = llm.llm_engine, scheduler(llm).requests
+        pool = scheduler(llm).kv_cache_manager.block_pool
+        for short in (True, False):
+            params = SamplingParams(max_tokens=40, ignore_eos=True, detokenize=False)
+            core.add_request("0", {"prompt_token_ids": token_ids(256)}, params)
+            core.step()
+            (request,) = requests.values()
+            assert request.num_computed_tokens == 128
+            taken = pool.get_new_blocks(pool.get_num_free_blocks()) if short else []
+            request.num_in_flight_tokens += 1
+            core.step()
+            assert (request.num_computed_tokens == 128) == short and request.num_preemptions == 0
+            request.num_in_flight_tokens -= 1
+            pool.free_blocks(taken[:4])  # with what the cut gives back it is enough
+            core.step()
+            assert request.num_computed_tokens >= 256 and request.num_preemptions == 0
+            pool.free_blocks(taken[4:])
+            while core.has_unfinished_requests():
+                core.step()
+            assert used_blocks(llm) == 0
+
+
 def test_drift_is_checked_when_the_question_is_in(drift_model: Path) -> None:
     """With the last five queries of the question, if it has so many; then every five tokens, as ever."""
     config = knobs(write_profile(drift_model, drift_model.parent / "profile.json"), rule())

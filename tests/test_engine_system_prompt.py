@@ -15,9 +15,9 @@ from engine_tools import (
     one_thread,  # noqa: F401
     tiny_engine,
 )
+from option_tools import AskedSnapKV
 from reference import Full, Reference, Rule
 from serve_tools import add_tokenizer
-from test_engine_options import Protecting
 
 KNOBS = {"ratio": 0.08, "window": 16}
 SYSTEM = "keep the last pages of a head to its queries"
@@ -98,8 +98,8 @@ def check(reference: Reference, rule: Rule, prompt: list[int], seen: list[Snapsh
     check_kept(rule, reference.replay(prompt, rule, STEPS), seen)
 
 
-def protecting(*ranges: tuple[int, int]) -> Protecting:
-    return Protecting(**KNOBS, protect=ranges)
+def protecting(*ranges: tuple[int, int]) -> AskedSnapKV:
+    return AskedSnapKV(**KNOBS, protect=ranges)
 
 
 @pytest.mark.parametrize("filler", HOSTILE)
@@ -145,7 +145,7 @@ def test_with_options_of_the_request(chat: Chat, reference: Reference) -> None:
     prompt, seen = chat(text, protect=[200, 220])
     check(reference, protecting((0, end), (200, 220)), prompt, seen)
     prompt, seen = chat(text, budget=0.5)
-    check(reference, Protecting(ratio=0.5, window=16, protect=((0, end),)), prompt, seen)
+    check(reference, AskedSnapKV(ratio=0.5, window=16, protect=((0, end),)), prompt, seen)
     prompt, seen = chat(text, off=True)
     check(reference, Full(), prompt, seen)
 

@@ -91,6 +91,13 @@ class HeadPageManager(FullAttentionManager):
         state = self._state(request_id)
         return state.plan.shrinks and tokens == state.prefill_end < state.admission.tokens
 
+    def needs_cut(self, request_id: str, start: int, tokens: int) -> bool:
+        """Whether a cut at `start` or before has yet to give back blocks without which `tokens` more find no room."""
+        state = self._admitted.get(request_id)
+        if state is None or not state.plan.cuts(state.prefill_end, state.processed, start):
+            return False
+        return self._missing_blocks(request_id, start + tokens) > self.block_pool.get_num_free_blocks()
+
     def _missing_blocks(self, request_id: str, num_tokens: int) -> int:
         state = self._state(request_id)
         entries = state.plan.row_entries(state.prefill_end, num_tokens)

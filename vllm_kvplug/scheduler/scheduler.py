@@ -60,12 +60,14 @@ class _LifecycleMixin:
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *computed_elsewhere: int) -> int:
         """So many tokens of a chunk that it does not go beyond a cut.
 
-        None right behind a context whose step is still running: the rest of a prompt may be long, and it was promised
-        the blocks that the cut gives back.
+        None while a step is running whose cut gives back blocks that they would need: a request alone in a small pool
+        would be preempted for lack of its own.
         """
         start = request.num_computed_tokens
-        if request.num_in_flight_tokens and self._head_pages.ends_context(request.request_id, start):
-            return 0
+        if request.num_in_flight_tokens:
+            waits = self._head_pages.ends_context(request.request_id, start)
+            if waits or self._head_pages.needs_cut(request.request_id, start, num_new_tokens):
+                return 0
         room = self._head_pages.tokens_to_cut(request.request_id, start)
         return num_new_tokens if room is None else min(num_new_tokens, room)
 
