@@ -92,7 +92,7 @@ class WGKV(Policy[WGKVConfig]):
         decode = DecodeCuts(DECODE_EVERY, budget=0, sinks=self.local.sinks, recent=self.local.tokens)
         cap = Fraction(str(self.config.cap))
         safe = ((0, self.local.sinks),) if self.local.sinks else ()
-        return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode, safe)
+        return AdmissionCuts(prompt_len, self.config.cut_every, self.local.tokens, cap, decode, protect=safe)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
