@@ -184,7 +184,7 @@ class Runtime:
         """The metadata of a warm-up, profiling or capture batch: nothing is read or written."""
         if self.pool is None:
             nothing = torch.empty(0, dtype=torch.int64)
-            return Step(0, nothing.int(), nothing, nothing.expand(0, self.geometry.heads), nothing)
+            return Step(0, nothing.int(), nothing, nothing[:, None].expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
         decode_rows = rows if rows == tokens else 0
