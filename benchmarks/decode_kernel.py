@@ -2,7 +2,8 @@
 
     python -m benchmarks.decode_kernel --out FILE [--repeats 20]
 
-One layer, 8 KV heads, 4 query heads each, head size 128, bf16, pages of 16 tokens in random order. Heads are folded
+One layer, 8 KV heads, 4 query heads each, head size 128, bf16 (and e4m3 for ours), pages of 16 tokens in random order.
+Heads are folded
 into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V; caches are rotated
 so that none is found in L2. Kernels are timed in CUDA graphs. Our plan, which is made once per step for all layers, is
 timed apart.
@@ -20,7 +21,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from vllm_kvplug.kernels.decode_attention import DecodePlan, decode_attention
+from vllm_kvplug.kernels.decode_attention import DecodePlan
+from vllm_kvplug.kernels.hopper import HopperPlan
 
 from benchmarks import report
 
@@ -89,18 +91,42 @@ class Cache:
 Attend = Callable[[], torch.Tensor]
 
 
-def ours(cache: Cache) -> Attend:
-    rows = len(cache.row_slot)
-    plan = DecodePlan(rows, 1, HEADS, HEADS * GROUP, DIM, cache.query.device)
+Plan = type[DecodePlan] | type[HopperPlan]
+
+
+def planned(cache: Cache, plan_type: Plan) -> Attend:
+    plan = plan_type(len(cache.row_slot), 1, HEADS, HEADS * GROUP, DIM, cache.query.device)
     plan.update(cache.row_slot, cache.lengths)
     out = torch.empty_like(cache.query)
-    tables = (cache.pool, cache.directory, cache.chunks, cache.row_slot, cache.lengths)
 
     def run() -> torch.Tensor:
-        decode_attention(out, cache.query, *tables, 0, HEADS, SCALE, plan)
+        tables = (cache.directory, cache.chunks, cache.row_slot, cache.lengths)
+        plan.attend(out, cache.query, cache.pool, *tables, 0, SCALE)
         return out
 
     return run
+
+
+def ours(cache: Cache) -> Attend:
+    return planned(cache, HopperPlan)
+
+
+def ours_e4m3(cache: Cache) -> Attend:
+    plan = HopperPlan(len(cache.row_slot), 1, HEADS, HEADS * GROUP, DIM, cache.query.device)
+    plan.update(cache.row_slot, cache.lengths)
+    out, pool = torch.empty_like(cache.query), cache.pool.to(torch.float8_e4m3fn)
+    scales = torch.ones(2, HEADS, device=pool.device)
+
+    def run() -> torch.Tensor:
+        tables = (cache.directory, cache.chunks, cache.row_slot, cache.lengths)
+        plan.attend(out, cache.query, pool, *tables, 0, SCALE, scales)
+        return out
+
+    return run
+
+
+def ours_in_triton(cache: Cache) -> Attend:
+    return planned(cache, DecodePlan)
 
 
 def flashinfer(cache: Cache) -> Attend:
@@ -154,6 +180,8 @@ def flash_attention_3(cache: Cache) -> Attend:
 
 KERNELS: dict[str, Callable[[Cache], Attend]] = {
     "ours": ours,
+    "ours_e4m3": ours_e4m3,
+    "ours_in_triton": ours_in_triton,
     "flashinfer": flashinfer,
     "flash_attention_3": flash_attention_3,
 }
@@ -201,7 +229,8 @@ def measure(case: Case, repeats: int) -> list[dict[str, Any]]:
             runs = [kernel(cache) for cache in caches]
             row["error_against_ours"] = float((runs[0]().float() - expected).abs().max())
             row["us"] = round(microseconds(runs * (2 if copies > 1 else 4), repeats), 2)
-            row["tb_s"] = round(case.bytes / row["us"] / 1e6, 3)
+            row["bytes"] //= 2 if name == "ours_e4m3" else 1
+            row["tb_s"] = round(row["bytes"] / row["us"] / 1e6, 3)
         except Exception:  # a library that cannot do a case must not hide the others
             row["error"] = traceback.format_exc()[-400:]
         rows.append(row)
@@ -215,11 +244,11 @@ def plan_microseconds(case: Case, repeats: int) -> float:
     layers, rows = 32, len(case.lengths)
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device="cuda").repeat(1, layers)
     slots = torch.arange(rows, dtype=torch.int32, device="cuda")
-    plan = DecodePlan(rows, layers, HEADS, HEADS * GROUP, DIM, lengths.device)
+    plan = HopperPlan(rows, layers, HEADS, HEADS * GROUP, DIM, lengths.device)
 
     def run() -> torch.Tensor:
         plan.update(slots, lengths)
-        return plan.work
+        return plan.parts
 
     return microseconds([run] * 4, repeats)
 
@@ -233,7 +262,9 @@ def main() -> None:
     metrics, rows = {"kernel.copy.tb_s": bandwidth}, []
     for case in cases():
         rows += measure(case, args.repeats)
-        metrics |= {f"kernel.{r['case']}.tb_s": r["tb_s"] for r in rows if r["kernel"] == "ours" and "tb_s" in r}
+        done = [row for row in rows if "tb_s" in row]
+        metrics |= {f"kernel.{r['case']}.tb_s": r["tb_s"] for r in done if r["kernel"] == "ours"}
+        metrics |= {f"kernel.fp8_{r['case']}.tb_s": r["tb_s"] for r in done if r["kernel"] == "ours_e4m3"}
         report.write(args.out, report.result("decode_kernel", metrics, rows))
         torch.cuda.empty_cache()
 

@@ -6,6 +6,12 @@ TORCH_LIBRARY(vllm_kvplug, m) {
   m.def(
       "decode_attention(Tensor(a!) out, Tensor query, Tensor pool, Tensor directory, Tensor chunks, "
       "Tensor row_slot, Tensor lengths, int first_head, int num_kv_heads, float scale) -> ()");
+  m.def(
+      "decode_plan(Tensor(a!) parts, Tensor(b!) starts, Tensor row_slot, Tensor lengths, int num_kv_heads) -> ()");
+  m.def(
+      "decode_attention_planned(Tensor(a!) out, Tensor query, Tensor pool, Tensor directory, Tensor chunks, "
+      "Tensor row_slot, Tensor lengths, int first_head, int num_kv_heads, float scale, Tensor parts, Tensor starts, "
+      "Tensor(b!) partial, Tensor(c!) sums, Tensor(d!) arrived, Tensor? scales) -> ()");
   m.def("higgs_encode(Tensor(a!) codes, Tensor(b!) scale, Tensor x, Tensor grid) -> ()");
   m.def("higgs_decode(Tensor(a!) out, Tensor codes, Tensor scale, Tensor grid) -> ()");
   m.def("higgs_scores(Tensor(a!) out, Tensor lut, Tensor codes, Tensor scale) -> ()");

@@ -22,6 +22,7 @@ SHORTEST_SPLIT = 7  # log2 of tokens; both limits divide or are divided by a chu
 LONGEST_SPLIT = 20
 PROGRAMS_PER_SM = 8
 INVERSE_BLOCK = 128
+SPLITS_AT_ONCE = 16  # that are put together
 
 
 # Sizes that differ by step or layer are not specialised on: each variant would be compiled when it first comes up.
@@ -179,6 +180,7 @@ def _reduce_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """One query head of a row: its splits put together. Nothing stored gives zeros: that is a padding row."""
     row = tl.program_id(0).to(tl.int64)
@@ -191,14 +193,18 @@ def _reduce_kernel(
     peak = float("-inf")
     total = 0.0
     acc = tl.zeros([D], tl.float32)
-    for split in range(first, last):
+    for begin in range(first, last, SPLITS):
+        split = begin + tl.arange(0, SPLITS)
         place = split * GROUP + query_head % GROUP
-        split_peak = tl.load(sums + 2 * place)
-        new_peak = tl.maximum(peak, split_peak)
+        there = split < last
+        peaks = tl.load(sums + 2 * place, mask=there, other=float("-inf"))
+        totals = tl.load(sums + 2 * place + 1, mask=there, other=0.0)
+        values = tl.load(partial + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peaks, 0))
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        decay, weight = tl.exp(peak - shift), tl.exp(split_peak - shift)
-        acc = acc * decay + tl.load(partial + place * D + d) * weight
-        total = total * decay + tl.load(sums + 2 * place + 1) * weight
+        decay, weights = tl.exp(peak - shift), tl.exp(peaks - shift)
+        acc = acc * decay + tl.sum(values * weights[:, None], 0)
+        total = total * decay + tl.sum(totals * weights, 0)
         peak = new_peak
     result = acc / tl.where(last == first, 1.0, total)
     tl.store(out + row * out_row_stride + query_head * out_head_stride + d, result.to(out.dtype.element_ty))
@@ -228,6 +234,11 @@ class DecodePlan:
         if device.type != "cuda":  # Triton's interpreter
             return PROGRAMS_PER_SM
         return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.starts, self.split_log2, self.work, self.partial, self.sums)
+        return sum(tensor.nbytes for tensor in tensors)
 
     def programs(self, rows: int) -> int:
         """Splits that `rows` rows have at most: full ones, and a partly filled one of every head."""
@@ -263,77 +274,66 @@ class DecodePlan:
             BLOCK=INVERSE_BLOCK,
         )
 
+    def attend(
+        self,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        directory: torch.Tensor,
+        chunks: torch.Tensor,
+        row_slot: torch.Tensor,
+        lengths: torch.Tensor,
+        first_head: int,
+        scale: float,
+    ) -> None:
+        """One layer; see ops.decode_attention. Tables must be contiguous in their last dimension; ids are not checked.
 
-def decode_attention(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    directory: torch.Tensor,
-    chunks: torch.Tensor,
-    row_slot: torch.Tensor,
-    lengths: torch.Tensor,
-    first_head: int,
-    num_kv_heads: int,
-    scale: float,
-    plan: DecodePlan | None = None,
-) -> None:
-    """Attend each row's query to every stored token of its heads; see vllm_kvplug.ops.decode_attention.
-
-    `directory`, `chunks`, `row_slot` and `lengths` must be contiguous in their last dimension; page ids are not
-    checked. Without a `plan` one is made for this call.
-
-    Raises ValueError for a head size that is not a power of two from 16 to 256, and for an `out` or `query`
-    that is not contiguous in its last dimension.
-    """
-    rows, query_heads, dim = query.shape
-    if out.stride(2) != 1 or query.stride(2) != 1:
-        raise ValueError("decode_attention: the last dimension of out and query must be contiguous")
-    if rows == 0:
-        return
-    if plan is None:
-        layers = lengths.shape[1] // num_kv_heads
-        plan = DecodePlan(rows, layers, num_kv_heads, query_heads, dim, query.device)
-        plan.update(row_slot, lengths)
-    shapes = {"HEADS": num_kv_heads, "GROUP": plan.group, "D": dim}
-    _attend_kernel[(plan.programs(rows),)](
-        out,
-        plan.partial,
-        plan.sums,
-        query,
-        pool,
-        directory,
-        chunks,
-        row_slot,
-        lengths,
-        plan.work,
-        plan.starts,
-        plan.split_log2,
-        first_head,
-        scale,
-        out.stride(0),
-        out.stride(1),
-        query.stride(0),
-        query.stride(1),
-        directory.stride(0),
-        directory.stride(1),
-        chunks.stride(0),
-        lengths.stride(0),
-        plan.work.stride(0),
-        plan.starts.stride(0),
-        **shapes,
-        GROUP_PAD=max(16, triton.next_power_of_2(plan.group)),
-        BLOCK=64 if dim <= 128 else 32,
-        PAGE=PAGE_TOKENS,
-        CHUNK=CHUNK_PAGES,
-    )
-    _reduce_kernel[(rows, query_heads)](
-        out,
-        plan.partial,
-        plan.sums,
-        plan.starts,
-        first_head // num_kv_heads,
-        plan.starts.stride(0),
-        out.stride(0),
-        out.stride(1),
-        **shapes,
-    )
+        Raises ValueError for an `out` or `query` that is not contiguous in its last dimension.
+        """
+        rows, query_heads, dim = query.shape
+        if out.stride(2) != 1 or query.stride(2) != 1:
+            raise ValueError("decode_attention: the last dimension of out and query must be contiguous")
+        shapes = {"HEADS": self.kv_heads, "GROUP": self.group, "D": dim}
+        _attend_kernel[(self.programs(rows),)](
+            out,
+            self.partial,
+            self.sums,
+            query,
+            pool,
+            directory,
+            chunks,
+            row_slot,
+            lengths,
+            self.work,
+            self.starts,
+            self.split_log2,
+            first_head,
+            scale,
+            out.stride(0),
+            out.stride(1),
+            query.stride(0),
+            query.stride(1),
+            directory.stride(0),
+            directory.stride(1),
+            chunks.stride(0),
+            lengths.stride(0),
+            self.work.stride(0),
+            self.starts.stride(0),
+            **shapes,
+            GROUP_PAD=max(16, triton.next_power_of_2(self.group)),
+            BLOCK=64 if dim <= 128 else 32,
+            PAGE=PAGE_TOKENS,
+            CHUNK=CHUNK_PAGES,
+        )
+        _reduce_kernel[(rows, query_heads)](
+            out,
+            self.partial,
+            self.sums,
+            self.starts,
+            first_head // self.kv_heads,
+            self.starts.stride(0),
+            out.stride(0),
+            out.stride(1),
+            **shapes,
+            SPLITS=SPLITS_AT_ONCE,
+        )

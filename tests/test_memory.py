@@ -15,6 +15,7 @@ from cut_tools import Request
 from policy_tools import SHAPE, heterocache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from vllm_kvplug.kernels.hopper import HopperPlan
 
 from vllm_kvplug import memory
 from vllm_kvplug.calibrate.profile import ProfiledModel
@@ -68,22 +69,22 @@ def test_staging_holds_the_largest_cluster_twice(tmp_path: Path):
 
 
 def test_decode_plan():
-    decode = pytest.importorskip("vllm_kvplug.kernels.decode_attention")
     g = GEOMETRY
-    plan = decode.DecodePlan(19, g.layers, g.kv_heads, g.query_heads, g.head_dim, CPU)
-    tensors = (plan.starts, plan.split_log2, plan.work, plan.partial, plan.sums)
-    assert memory.decode_plan_bytes(g, 19, plan.capacity) == taken(*tensors)
+    plan = HopperPlan(19, g.layers, g.kv_heads, g.query_heads, g.head_dim, CPU, blocks=132)
+    assert memory.decode_plan_bytes(g, 19, 132) == plan.nbytes
+    tensors = (plan.parts, plan.starts, plan.partial, plan.sums, plan.arrived)
+    assert plan.nbytes == taken(*tensors)
 
 
 def test_the_charge_grows_with_what_it_is_for():
     policy = make_policy("snapkv", {"ratio": 0.5, "window": 32}, SHAPE)
-    base = memory.charges(policy, GEOMETRY, max_batch=100, max_rows=7, programs=0)
+    base = memory.charges(policy, GEOMETRY, max_batch=100, plan_bytes=0)
     assert base.fixed == base.tables + base.queries + base.staging + base.workspace
-    with_plan = memory.charges(policy, GEOMETRY, 100, 7, programs=64)
-    assert with_plan.tables - base.tables == memory.decode_plan_bytes(GEOMETRY, 7, 64)
-    wider = memory.charges(policy, GEOMETRY, 164, 7, programs=0)
+    with_plan = memory.charges(policy, GEOMETRY, 100, plan_bytes=4321)
+    assert with_plan.tables - base.tables == 4321
+    wider = memory.charges(policy, GEOMETRY, 164, plan_bytes=0)
     assert wider.tables - base.tables == 8 * 64 * GEOMETRY.heads
-    streaming = memory.charges(make_policy("streaming", {}, SHAPE), GEOMETRY, 100, 7, programs=0)
+    streaming = memory.charges(make_policy("streaming", {}, SHAPE), GEOMETRY, 100, plan_bytes=0)
     assert streaming.queries == streaming.staging == 0 and streaming.workspace < base.workspace
 
 

@@ -1,8 +1,9 @@
 """The custom ops against plain float32 torch.
 
-Every case runs on the CPU (C++) and, where there is a GPU, on CUDA (CUDA C++ and the Triton kernel). With
-TRITON_INTERPRET=1 the Triton kernel runs on CPU tensors instead: `test_triton_kernel_interpreted` does that
-in a process of its own, since Triton reads the variable when it is imported.
+Every case runs on the CPU (C++) and, where there is a GPU, on CUDA: in CUDA C++, but for attention in float32, for odd
+head sizes and on other GPUs than Hopper, which is a Triton kernel. With TRITON_INTERPRET=1 that kernel runs on CPU
+tensors instead: `test_triton_kernel_interpreted` does that in a process of its own, since Triton reads the variable
+when it is imported.
 """
 
 from dataclasses import dataclass
@@ -197,12 +198,21 @@ class Inputs:
 
     def run(self, plan=None) -> torch.Tensor:
         if INTERPRETED:
-            from vllm_kvplug.kernels.decode_attention import decode_attention
-
-            decode_attention(*self.arguments(), plan)
+            *tables, _, scale = self.arguments()
+            (plan or self.triton_plan()).attend(*tables, scale)
         else:
             ops.decode_attention(*self.arguments(), plan)
         return self.out
+
+    def triton_plan(self):
+        from vllm_kvplug.kernels.decode_attention import DecodePlan
+
+        rows, query_heads, dim = self.query.shape
+        layers = self.lengths.shape[1] // self.num_kv_heads
+        plan = DecodePlan(max(rows, 1), layers, self.num_kv_heads, query_heads, dim, self.query.device)
+        if rows:
+            plan.update(self.row_slot, self.lengths)
+        return plan
 
     def reference(self) -> torch.Tensor:
         query = self.query.float().cpu()
@@ -312,6 +322,79 @@ def check_plan(plan, inputs, capacity):
         assert work[: len(expected)] == expected and set(work[len(expected) :]) <= {-1}
         assert sum(length // size for length in lengths) <= capacity
         assert size == 128 or sum(lengths) > capacity * size // 2, "splits could be shorter"
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CORRECTNESS + CORNER[:2], ids=str)
+def test_triton_kernel_in_reduced_precision(case, dtype):
+    """What GPUs other than Hopper run."""
+    inputs = Inputs(case, dtype, "cuda")
+    check_close(inputs.run(inputs.triton_plan()), inputs.reference(), dtype)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("blocks", [1, 3, 40, None])
+@pytest.mark.parametrize("dim, group", [(64, 8), (128, 4), (128, 5), (256, 8), (128, 1)])
+def test_hopper_plan(blocks, dim, group):
+    """The same rows in every layer, whatever number of blocks share them, and after they change."""
+    from vllm_kvplug.kernels.hopper import HopperPlan
+
+    lengths = ((700, 3), (0, 4060), (129, 128), (16, 17))
+    case = Case(lengths=lengths, row_slot=(2, -1, 0, 3, 1), group=group, dim=dim, layers=3)
+    inputs = Inputs(case, torch.bfloat16, "cuda")
+    plan = HopperPlan(6, 3, 2, 2 * group, dim, inputs.query.device, blocks)
+    plan.partial.fill_(NAN)
+    plan.sums.fill_(NAN)
+    for lengths in (inputs.lengths // 2, inputs.lengths):
+        plan.update(inputs.row_slot, lengths.contiguous())
+    check_parts(plan, inputs)
+    for layer in (0, 1, 2, 2):
+        inputs.first_head = 2 * layer
+        inputs.out.fill_(NAN)
+        check_close(inputs.run(plan), inputs.reference(), torch.bfloat16)
+        assert not plan.arrived.any()
+
+
+def check_parts(plan, inputs):
+    """Every page of every head is in one part, and parts are equally long but for the last."""
+    for layer in range(3):
+        pages = [
+            -(-int(inputs.lengths[s, 2 * layer + h]) // 16) if s >= 0 else 0 for s in inputs.row_slot for h in (0, 1)
+        ]
+        line = [(item, page) for item, count in enumerate(pages) for page in range(count)]
+        found = []
+        for item, first, count, share, *_ in plan.parts[layer].tolist():
+            assert count in (0, share) or len(found) + count == len(line)
+            assert count == 0 or line[len(found)] == (item, first)
+            found += line[len(found) : len(found) + count]
+        assert found == line
+
+
+@needs_hopper
+@pytest.mark.parametrize("dim, group", [(64, 3), (128, 4), (256, 8)])
+def test_hopper_e4m3_pages(dim, group):
+    """Pages of e4m3 numbers with a scale for the K and the V of every head."""
+    from vllm_kvplug.kernels.hopper import HopperPlan
+
+    case = Case(lengths=((700, 3, 0), (0, 4060, 33)), row_slot=(1, -1, 0), group=group, dim=dim)
+    inputs = Inputs(case, torch.float8_e4m3fn, "cuda")
+    inputs.query, inputs.out = inputs.query.bfloat16(), inputs.out.bfloat16()
+    scales = torch.rand(2, 3, device="cuda") + 0.5
+    plan = HopperPlan(3, 2, 3, 3 * group, dim, inputs.query.device)
+    plan.update(inputs.row_slot, inputs.lengths)
+    tables = inputs.arguments()[:-3]
+    plan.attend(*tables, inputs.first_head, inputs.scale, scales)
+    for (_, head), stored in [*inputs.keys.items()]:
+        stored *= float(scales[0, head % 3])
+    for (_, head), stored in [*inputs.values.items()]:
+        stored *= float(scales[1, head % 3])
+    check_close(inputs.out, inputs.reference(), torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------- both ops together

@@ -29,7 +29,7 @@ from vllm_kvplug.shape import ModelShape
 SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32)
 BLOCK = 16 * 2 * 32 * 4 * (3 * 2)  # float32
 CONTEXT, PROMPT, MOST = 512, 508, 4096
-ENGINE = planning.Engine(SHAPE, torch.float32, max_requests=8, max_batch=256, programs=0)
+ENGINE = planning.Engine(SHAPE, torch.float32, max_requests=8, max_batch=256, multiprocessors=0)
 AVAILABLE = 200 * BLOCK + BLOCK // 2
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from vllm_kvplug.kernels.hopper import PART_INTS
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
 from vllm_kvplug.placement.tables import TableSizes
@@ -89,17 +90,16 @@ class Charges:
         return (available - self.fixed) * block_bytes // (block_bytes + self.per_block)
 
 
-def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, max_rows: int, programs: int) -> Charges:
+def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes: int) -> Charges:
     """What an engine with this policy needs on a rank.
 
-    max_batch: tokens of a step. max_rows: requests of a step, padding included. programs: of a decode launch that fill
-    the GPU; 0 on the CPU, which needs no decode plan.
+    max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; 0 on the CPU, which needs none.
     """
     sizes = geometry.table_sizes(0, policy)
     scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize)
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     return Charges(
-        tables=sizes.fixed_bytes() + places + (decode_plan_bytes(geometry, max_rows, programs) if programs else 0),
+        tables=sizes.fixed_bytes() + places + plan_bytes,
         queries=query_window_bytes(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
         workspace=workspace_bytes(policy, geometry) + max_batch * scratch,
@@ -107,12 +107,14 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, max_rows: i
     )
 
 
-def decode_plan_bytes(geometry: Geometry, rows: int, programs: int) -> int:
-    """The decode kernel's plan: what each program works on, and room for partial results."""
+def decode_plan_bytes(geometry: Geometry, rows: int, multiprocessors: int) -> int:
+    """The decode kernel's plan on a Hopper GPU (kernels/hopper.py): what each block works on, and partial results.
+
+    rows: requests of a step, padding included.
+    """
     g, items = geometry, rows * geometry.kv_heads
-    splits = programs + items
-    partial = g.query_heads // g.kv_heads * (g.head_dim + 2)
-    return 4 * (g.layers * (items + 2 + splits) + splits * partial)
+    partial = 2 * g.query_heads // g.kv_heads * (g.head_dim + 2)
+    return 4 * (g.layers * (PART_INTS * multiprocessors + items + 1) + multiprocessors * partial + items)
 
 
 def query_window_bytes(window: int, geometry: Geometry) -> int:

@@ -37,7 +37,8 @@ def load_library() -> str:
         except OSError as error:
             how = f"{built.name} does not load with torch {torch.__version__}: {error}"
             _build_library(how)
-    for name in ("kv_write", "decode_attention", "higgs_encode", "higgs_decode", "higgs_scores"):
+    names = ("kv_write", "decode_attention", "decode_plan", "decode_attention_planned")
+    for name in (*names, "higgs_encode", "higgs_decode", "higgs_scores"):
         # The ops only write into arguments: under fake tensors there is nothing to compute.
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None)
     return how
@@ -87,17 +88,24 @@ def kv_write(pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dest: t
     torch.ops.vllm_kvplug.kv_write(pool, key, value, dest)
 
 
-def decode_plan(rows: int, layers: int, kv_heads: int, query_heads: int, head_dim: int, device: torch.device) -> Any:
-    """A `DecodePlan` for up to `rows` rows on CUDA: persistent tensors that say which part of which head each program
-    of a launch attends to. None on the CPU, where the op divides the work itself.
+def decode_plan(
+    rows: int, layers: int, kv_heads: int, query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """Which part of which head each block of a decode launch attends to, for up to `rows` rows on CUDA. None on the
+    CPU, where the op divides the work itself.
 
-    Call its `update(row_slot, lengths)` whenever either has changed, before `decode_attention`.
+    dtype is that of queries. Call its `update(row_slot, lengths)` whenever either or a table has changed, before
+    `decode_attention`; both run on the device alone. `nbytes` is what it takes there.
     """
     if device.type != "cuda":
         return None
+    from vllm_kvplug.kernels import hopper
     from vllm_kvplug.kernels.decode_attention import DecodePlan
 
-    return DecodePlan(rows, layers, kv_heads, query_heads, head_dim, device)
+    shape = rows, layers, kv_heads, query_heads, head_dim
+    if hopper.runs_here(*shape[2:], dtype, device):
+        return hopper.HopperPlan(*shape, device)
+    return DecodePlan(*shape, device)
 
 
 def decode_attention(
@@ -129,7 +137,7 @@ def decode_attention(
         first_head: the layer's heads are first_head ... first_head + num_kv_heads - 1 of N.
         num_kv_heads: KV heads of the layer; divides Hq.
         scale: factor of the scores before the softmax.
-        plan: a `decode_plan` that was updated for these rows and lengths; on CUDA one is made if it is None.
+        plan: a `decode_plan` that was updated for these rows, lengths and tables; on CUDA one is made if it is None.
 
     Raises:
         RuntimeError: on the CPU, wrong shapes or dtypes.
@@ -137,11 +145,16 @@ def decode_attention(
         ValueError: on CUDA, a head size that is not a power of two from 16 to 256, or a last dimension of
             `out` or `query` that is not contiguous.
     """
+    if query.shape[0] == 0:
+        return
     tensors = (out, query, pool, directory, chunks, row_slot, lengths)
     if query.is_cuda:
-        from vllm_kvplug.kernels.decode_attention import decode_attention as run
-
-        run(*tensors, first_head, num_kv_heads, scale, plan)
+        if plan is None:
+            rows, query_heads, dim = query.shape
+            layers = lengths.shape[1] // num_kv_heads
+            plan = decode_plan(rows, layers, num_kv_heads, query_heads, dim, query.dtype, query.device)
+            plan.update(row_slot, lengths)
+        plan.attend(*tensors, first_head, scale)
     else:
         load_library()
         torch.ops.vllm_kvplug.decode_attention(*tensors, first_head, num_kv_heads, scale)

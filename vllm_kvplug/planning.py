@@ -15,25 +15,25 @@ import torch
 
 from vllm_kvplug.calibrate.profile import kv_shape, model_fingerprint
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.memory import Charges, Geometry, charges
+from vllm_kvplug.memory import Charges, Geometry, charges, decode_plan_bytes
 from vllm_kvplug.plan import PagePlan, largest
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.rotary import rotary_angles
 from vllm_kvplug.shape import ModelShape
 
-H100_PROGRAMS = 8 * 132
-"""Programs of a decode launch that fill an H100 or H200; the plan for them is small on any GPU."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; the decode kernel's plan for them is small on any GPU."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is started with, as far as memory depends on it. programs: as in `memory.charges`."""
+    """What an engine is started with, as far as memory depends on it. multiprocessors: of a GPU, 0 for a CPU."""
 
     shape: ModelShape
     dtype: torch.dtype
     max_requests: int
     max_batch: int
-    programs: int = H100_PROGRAMS
+    multiprocessors: int = MULTIPROCESSORS
 
     def geometries(self, max_tokens: int) -> list[Geometry]:
         """Of every rank, if no request has more than `max_tokens` tokens."""
@@ -105,7 +105,8 @@ def pool(policy: Policy[Any] | None, engine: Engine, max_tokens: int, available:
     for geometry in engine.geometries(max_tokens):
         rank = Charges()
         if policy is not None:
-            rank = charges(policy, geometry, engine.max_batch, engine.max_requests, engine.programs)
+            plan = decode_plan_bytes(geometry, engine.max_requests, engine.multiprocessors)
+            rank = charges(policy, geometry, engine.max_batch, plan if engine.multiprocessors else 0)
         left = rank.pool_bytes(available, geometry.block_bytes)
         found.append((max(left, 0) // geometry.block_bytes, rank))
     blocks, rank = min(found, key=lambda pair: pair[0])

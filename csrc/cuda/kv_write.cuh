@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "hopper.cuh"
+
 namespace kvplug {
 
 struct KvWriteArgs {
@@ -25,6 +27,7 @@ constexpr int kWarpsPerBlock = 8;
 // One warp copies the row pair of one (token, head).
 template <typename Vec>
 __global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_write_kernel(KvWriteArgs args) {
+  allow_next_kernel();  // attention has its tables to read before it needs what is written here
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.y;
   if (item >= args.tokens * args.heads) {
     return;

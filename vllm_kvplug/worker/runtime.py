@@ -71,7 +71,8 @@ class Runtime:
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
         g = self.geometry
-        self.decode_plan = ops.decode_plan(self.max_rows, g.layers, g.kv_heads, g.query_heads, g.head_dim, self.device)
+        heads = g.kv_heads, g.query_heads, g.head_dim
+        self.decode_plan = ops.decode_plan(self.max_rows, g.layers, *heads, g.dtype, self.device)
 
     def _make_gate(self) -> None:
         """The gate, room for what it makes of a step's hidden states, and which layers' it gets to see."""
@@ -88,8 +89,8 @@ class Runtime:
     @cached_property
     def charges(self) -> Charges:
         """Device memory beside head pages."""
-        programs = self.decode_plan.capacity if self.decode_plan else 0
-        return charges(self.policy, self.geometry, self.max_batch, self.max_rows, programs)
+        plan_bytes = self.decode_plan.nbytes if self.decode_plan else 0
+        return charges(self.policy, self.geometry, self.max_batch, plan_bytes)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
