@@ -11,7 +11,7 @@ model=$1 tasks=$2 out=$3 limit=${4:-3600}
 mkdir -p "$out/logs"
 export OMP_NUM_THREADS=1
 begun=$SECONDS
-common=("$model" --tasks "$tasks" --dtype bfloat16 --concurrent 64)
+common=("$model" --tasks "$tasks" --dtype bfloat16 --concurrent 128)
 
 lane() { # name, command
     local name=$1 left=$((limit - (SECONDS - begun)))
@@ -21,17 +21,12 @@ lane() { # name, command
 }
 
 kernels=(tests/test_ops.py tests/test_prefill_kernel.py tests/placement/test_append_kernel.py tests/quant)
-lane kernels python3 -m pytest -q "${kernels[@]}" &
-(
-    lane smoke python3 -m benchmarks.gpu_smoke "$model" --tasks "$tasks" --out "$out/gpu_smoke.json"
-    lane smoke_gated python3 -m benchmarks.gpu_smoke "$model" --tasks "$tasks" --gated --out "$out/gpu_smoke_gated.json"
-) &
-lane eval1024 python3 -m benchmarks.eval_tasks "${common[@]}" --out "$out/eval1024.json" &
-lane ablation python3 -m benchmarks.ablation "${common[@]}" --out "$out/ablation.json" &
-lane ablation_by_gain python3 -m benchmarks.ablation "${common[@]}" --out "$out/ablation_by_gain.json" \
-    --profile benchmarks/profiles/smollm2-kv-max-drift.json &
-lane gates4096 python3 -m benchmarks.eval_tasks "${common[@]}" --tokens 4096 --examples 40 --out "$out/gates4096.json" --run \
-    'keep40=fastkvzip:{"ratio": 0.4}' 'keep30=fastkvzip:{"ratio": 0.3}' 'keep20=fastkvzip:{"ratio": 0.2}' \
-    'admitted=wgkv:{}' 'admitted15=wgkv:{"cap": 0.15}' 'snapkv_40=snapkv:{"ratio": 0.4}' 'snapkv_30=snapkv:{"ratio": 0.3}' \
+lane kernels python3 -m pytest -q "${kernels[@]}"
+lane eval1024 python3 -m benchmarks.eval_tasks "${common[@]}" --at-once 3 --out "$out/eval1024.json" &
+lane ablation python3 -m benchmarks.ablation "${common[@]}" --at-once 4 --out "$out/ablation.json" &
+lane gates4096 python3 -m benchmarks.eval_tasks "${common[@]}" --tokens 4096 --examples 40 --at-once 3 \
+    --out "$out/gates4096.json" --run \
+    'keep30=fastkvzip:{"ratio": 0.3}' 'keep20=fastkvzip:{"ratio": 0.2}' 'admitted=wgkv:{}' \
+    'snapkv_40=snapkv:{"ratio": 0.4}' 'snapkv_30=snapkv:{"ratio": 0.3}' \
     'streaming_30=streaming:{"window": 1200}' 'random_40=random:{"ratio": 0.4}' &
 wait

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +27,35 @@ SHARED_GPU: dict[str, float] = (
     {} if torch.version.cuda is None else {"kv_cache_memory_bytes": 16 << 30, "gpu_memory_utilization": 0.15}
 )
 """A pool of fixed size, for measurements of accuracy: several may run on one GPU, which no speed comes from."""
+
+GRAPHS: dict[str, Any] = (
+    {"enforce_eager": True}
+    if torch.version.cuda is None
+    else {
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": [1, 4, 16, 32, 64, 128],
+        }
+    }
+)
+"""Decode steps as captured graphs, on a GPU."""
+
+Result = TypeVar("Result")
+
+
+def side_by_side(jobs: Sequence[Callable[[], Result]], at_once: int) -> Iterator[Result]:
+    """Results of jobs in their order: in this process, or `at_once` at a time in processes of their own, for which jobs
+    must be such as can be pickled.
+
+    Engines wait for the host most of the time, so several may share a GPU where nothing is timed.
+    """
+    if at_once == 1:
+        yield from (job() for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
+        yield from (future.result() for future in [pool.submit(job) for job in jobs])
 
 
 def greedy(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Scores of context-intensive tasks under a policy, relative to full attention on the same examples.
 
     python -m benchmarks.eval_tasks MODEL --tasks tasks.py --out FILE [--tokens 1024] [--examples 16]
-        [--run NAME=POLICY:JSON ...] [--multiquery]
+        [--run NAME=POLICY:JSON ...] [--multiquery] [--at-once N]
 
 tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
 answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
@@ -15,13 +15,14 @@ import argparse
 import importlib.util
 import json
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import SHARED_GPU, engine
+from benchmarks.engine import GRAPHS, SHARED_GPU, engine, side_by_side
 from vllm_kvplug.eval.scoring import interval, relative
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
@@ -91,7 +92,7 @@ def scores(
 class Examination:
     """A model and the examples it is asked, the same for every run.
 
-    only: tasks, all if empty. multiquery: without a look at the questions.
+    only: tasks, all if empty. multiquery: without a look at the questions. at_once: engines that run side by side.
     """
 
     model: str
@@ -102,6 +103,7 @@ class Examination:
     dtype: str
     concurrent: int
     only: tuple[str, ...] = ()
+    at_once: int = 1
     multiquery: bool = False
 
     @classmethod
@@ -113,36 +115,45 @@ class Examination:
         parser.add_argument("--seed", type=int, default=9001)
         parser.add_argument("--dtype", default="float32")
         parser.add_argument("--concurrent", type=int, default=16, help="requests at once")
+        parser.add_argument("--at-once", type=int, default=1, help="engines that share one GPU")
         parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="default: all")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Examination:
         numbers = args.tokens, args.examples, args.seed
-        return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only))
+        return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only), args.at_once)
 
-    def measure(self, key: str, runs: Runs, out: Path) -> None:
-        """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
+    @cached_property
+    def asked(self) -> tuple[Any, Any, list[dict[str, Any]]]:
+        """The module of tasks, the tokenizer, and the examples."""
         from transformers import AutoTokenizer
 
         tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
         tasks.TASKS = self.only or tasks.TASKS
-        asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+        return tasks, tokenizer, examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+
+    def run(self, policy: str | None, knobs: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
+        """Scores of the examples in an engine with this policy, and what that has counted."""
+        given: dict[str, Any] = {"dtype": self.dtype, "max_model_len": 2 * self.tokens, "max_num_seqs": self.concurrent}
+        given |= {"max_num_batched_tokens": max(2048, self.tokens), **GRAPHS, **SHARED_GPU}
+        if policy is not None:
+            given |= {"kv_policy": policy, "kv_policy_config": knobs, "disable_log_stats": False}
+        context_first = self.multiquery and policy is not None and policy not in WITHOUT_PROMPT_END
+        with engine(self.model, **given) as llm:
+            found = scores(llm, *self.asked, context_first)
+            return found, policy_counts(llm) if policy else {}
+
+    def measure(self, key: str, runs: Runs, out: Path) -> None:
+        """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
+        asked = self.asked[-1]
         names = [e["task"] for e in asked]
-        common = {
-            "dtype": self.dtype,
-            "max_model_len": 2 * self.tokens,
-            "max_num_seqs": self.concurrent,
-            "enforce_eager": True,
-        }
-        common |= {"max_num_batched_tokens": max(2048, self.tokens), **SHARED_GPU}
-        with engine(self.model, **common) as llm:
-            full = scores(llm, tasks, tokenizer, asked)
+        picklable = replace(self)  # has no examples yet, and makes the same
+        jobs = [partial(picklable.run, *given) for given in [(None, {}), *runs.values()]]
+        results = side_by_side(jobs, self.at_once)
+        full, _ = next(results)
         metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
         rows = [_row("full", names, full, asked)]
-        for name, (policy, knobs) in runs.items():
-            with engine(self.model, **common, kv_policy=policy, kv_policy_config=knobs, disable_log_stats=False) as llm:
-                found = scores(llm, tasks, tokenizer, asked, self.multiquery and policy not in WITHOUT_PROMPT_END)
-                counted = policy_counts(llm)
+        for (name, (policy, knobs)), (found, counted) in zip(runs.items(), results, strict=True):
             low, high = interval(names, found, full)
             metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
             metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
