@@ -483,7 +483,7 @@ struct Gather {
     T* out = static_cast<T*>(args.out) + item / args.heads * args.out_row +
              (static_cast<int64_t>(kv_head) * args.group + group_head) * args.out_head + dim;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = static_cast<T>(values[i] / found.total * factor);
+    for (int i = 0; i < 4; ++i) out[i] = narrow<T>(values[i] / found.total * factor);
   }
 };
 
@@ -508,7 +508,7 @@ struct EmptyItems {
         T* out = static_cast<T*>(args.out) + item / args.heads * args.out_row +
                  static_cast<int64_t>(item % args.heads) * args.group * args.out_head;
         for (int i = threadIdx.x % 32; i < args.group * D; i += 32) {
-          out[i / D * args.out_head + i % D] = static_cast<T>(0.f);
+          out[i / D * args.out_head + i % D] = narrow<T>(0.f);
         }
       }
       item += gridDim.x * (blockDim.x / 32);

@@ -117,6 +117,16 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], const
   }
 }
 
+// Torch builds without the types' own conversions.
+template <typename T>
+__device__ inline T narrow(float value) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return __float2half_rn(value);
+  }
+}
+
 template <typename T>
 __device__ inline uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
