@@ -1,6 +1,6 @@
 """Bandwidth of decode attention over ragged head pages on one GPU, beside FlashInfer and FlashAttention 3.
 
-    python -m benchmarks.decode_kernel --out FILE [--repeats 20]
+    python -m benchmarks.decode_kernel --out FILE [--repeats 20] [--kernels ours ...]
 
 One layer, 8 KV heads, 4 query heads each, head size 128, bf16 (and e4m3 for ours), pages of 16 tokens in random order.
 Heads are folded
@@ -218,15 +218,15 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / microseconds([run] * 4, 10) / 1e6
 
 
-def measure(case: Case, repeats: int) -> list[dict[str, Any]]:
+def measure(case: Case, kernels: list[str], repeats: int) -> list[dict[str, Any]]:
     copies = max(1, min(8, -(-COLD_BYTES // case.bytes)))
     caches = [Cache(case, seed) for seed in range(copies)]
     expected = ours(caches[0])().float()
     rows = []
-    for name, kernel in KERNELS.items():
+    for name in kernels:
         row: dict[str, Any] = {"case": case.name, "kernel": name, "bytes": case.bytes}
         try:
-            runs = [kernel(cache) for cache in caches]
+            runs = [KERNELS[name](cache) for cache in caches]
             row["error_against_ours"] = float((runs[0]().float() - expected).abs().max())
             row["us"] = round(microseconds(runs * (2 if copies > 1 else 4), repeats), 2)
             row["bytes"] //= 2 if name == "ours_e4m3" else 1
@@ -257,11 +257,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     metrics, rows = {"kernel.copy.tb_s": bandwidth}, []
     for case in cases():
-        rows += measure(case, args.repeats)
+        rows += measure(case, args.kernels, args.repeats)
         done = [row for row in rows if "tb_s" in row]
         metrics |= {f"kernel.{r['case']}.tb_s": r["tb_s"] for r in done if r["kernel"] == "ours"}
         metrics |= {f"kernel.fp8_{r['case']}.tb_s": r["tb_s"] for r in done if r["kernel"] == "ours_e4m3"}
