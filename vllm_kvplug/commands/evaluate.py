@@ -134,7 +134,7 @@ class _Evaluation:
 
     def in_order(self, lengths: list[int]) -> dict[str, Any]:
         """All results, those of earlier commands first: parts that are spread finish in any order."""
-        asked = {pair: place for place, pair in enumerate(itertools.product(lengths, self.policies))}
+        asked: dict[Any, int] = {pair: place for place, pair in enumerate(itertools.product(lengths, self.policies))}
 
         def place(run: dict[str, Any]) -> int:
             return asked.get((run.get("tokens"), run.get("policy")), -1)
