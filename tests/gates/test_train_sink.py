@@ -8,7 +8,15 @@ from vllm_kvplug.gates import targets, train_sink
 from vllm_kvplug.gates.backbone import attention_replaced
 from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.gates.targets import Frame, chunk_scores, hidden_states, reconstruction_targets
-from vllm_kvplug.gates.train_sink import SinkTraining, rank_correlation, rate, recall, sink_step, train_sink_gate
+from vllm_kvplug.gates.train_sink import (
+    SinkTraining,
+    _layers_a_group,
+    rank_correlation,
+    rate,
+    recall,
+    sink_step,
+    train_sink_gate,
+)
 from vllm_kvplug.gates.training import Checkpoint
 from vllm_kvplug.spread import Spread
 
@@ -204,6 +212,25 @@ def test_layers_in_groups_are_layers_together(model, contexts, tmp_path):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
     assert history["loss"] == pytest.approx(other_history["loss"], rel=1e-5)
     assert results["rank_correlation_of_layers"] == pytest.approx(other_results["rank_correlation_of_layers"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "files, fit, slots, expected",
+    [
+        ([], 9, 1, 5),
+        ([], 9, 2, 3),
+        ([], 2, 1, 2),
+        (["layers-0-2", "targets"], 9, 1, 2),
+        (["layers-2-4", "layers-4-5", "layers-0-2.tmp"], 9, 1, 2),
+        (["layers-4-5"], 9, 2, 3),  # the last group, which does not say how large the others were
+        (["layers-0-5"], 9, 2, 5),
+        (["layers-0-5"], 4, 2, 4),
+    ],
+)
+def test_groups_are_those_of_an_earlier_run(tmp_path, files, fit, slots, expected):
+    for name in files:
+        (tmp_path / name).touch()
+    assert _layers_a_group(tmp_path, fit, layers=5, slots=slots) == expected
 
 
 class Stop(Exception):
