@@ -127,8 +127,13 @@ class RaySpread(Spread):
         return "cuda" if self.unit == "GPU" else "cpu"
 
     def each(self, work: Callable[..., Any], jobs: Iterable[tuple], devices: int = 1) -> Iterator[tuple[int, Any]]:
-        task = self._task(devices)
-        yield from self._finished([task.remote(os.getcwd(), work, *job) for job in jobs])
+        task = self.ray.remote(**self._share(devices))(_in_folder)
+        tasks = [task.remote(os.getcwd(), work, *job) for job in jobs]
+        try:
+            yield from self._finished(tasks)
+        finally:  # of a failure or an interrupt: those that have not finished, and the processes that they started
+            for left in tasks:
+                self.ray.cancel(left, force=True)
 
     def together(self, work: Callable[..., Any], most: int, *arguments: Any) -> Any:
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -137,32 +142,24 @@ class RaySpread(Spread):
         count = min(self.slots, most)
         # All places or none: ranks would wait for ever for one that gets none.
         group = placement_group([{"CPU": 1} | {self.unit: 1}] * count)
-        places = [{"scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank)} for rank in range(count)]
-        # No retries: a rank that is started again meets nobody. One call: its connections end with its process.
-        member, folder = self._task(1, max_retries=0, max_calls=1), os.getcwd()
+        places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(count)]
+        kind = self.ray.remote(**self._share(1))(_Member)
         try:
-            address = self._result(self._task(1).options(**places[0]).remote(folder, _meeting_point))
-            job = (self.device, address, work, *arguments)
-            tasks = [
-                member.options(**place).remote(folder, _member, Ranks(rank, count), *job)
-                for rank, place in enumerate(places)
-            ]
+            members = [kind.options(scheduling_strategy=place).remote() for place in places]
+            job = (self._result(members[0].meeting_point.remote()), self.device, os.getcwd(), work, *arguments)
+            tasks = [actor.run.remote(Ranks(rank, count), *job) for rank, actor in enumerate(members)]
             return dict(self._finished(tasks))[0]
         finally:
-            remove_placement_group(group)
+            remove_placement_group(group)  # and its members, of which some may wait for one that has failed
 
-    def _task(self, devices: int, **options: Any) -> Any:
-        return self.ray.remote(**{f"num_{self.unit.lower()}s": devices}, **options)(_in_folder)
+    def _share(self, devices: int) -> dict[str, int]:
+        return {"num_cpus": 1} | {f"num_{self.unit.lower()}s": devices}
 
     def _finished(self, tasks: list[Any]) -> Iterator[tuple[int, Any]]:
         waiting = {task: number for number, task in enumerate(tasks)}
-        try:
-            while waiting:
-                (task,), _ = self.ray.wait(list(waiting))
-                yield waiting.pop(task), self._result(task)
-        finally:
-            for task in waiting:
-                self.ray.cancel(task, force=True)  # a rank that waits for others hears nothing else
+        while waiting:
+            (task,), _ = self.ray.wait(list(waiting))
+            yield waiting.pop(task), self._result(task)
 
     def _result(self, task: Any) -> Any:
         try:
@@ -182,22 +179,26 @@ def _in_folder(folder: str, work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
-def _meeting_point() -> str:
-    """An address on this node at which ranks can meet."""
-    import socket
+class _Member:
+    """A rank's process. It outlives a failure of its rank, so that the others' complaints do not come first."""
 
-    import ray.util
+    def meeting_point(self) -> str:
+        """An address on this node at which ranks can meet."""
+        import socket
 
-    host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
+        import ray.util
 
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
 
-def _member(ranks: Ranks, device: str, address: str, work: Callable[..., Any], *arguments: Any) -> Any:
-    import torch.distributed
+    def run(
+        self, ranks: Ranks, address: str, device: str, folder: str, work: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        import torch.distributed
 
-    if ranks.count > 1:
-        backend = "nccl" if device == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, address, rank=ranks.rank, world_size=ranks.count)
-    return work(ranks, *arguments)
+        if ranks.count > 1:
+            backend = "nccl" if device == "cuda" else "gloo"
+            torch.distributed.init_process_group(backend, address, rank=ranks.rank, world_size=ranks.count)
+        return _in_folder(folder, work, ranks, *arguments)
