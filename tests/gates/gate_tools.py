@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from vllm_kvplug.gates.backbone import Backbone
 
 LAYERS, HEADS, QUERY_HEADS, HEAD_DIM, HIDDEN, VOCAB = 3, 2, 6, 8, 24, 64
 
@@ -30,6 +33,13 @@ def tiny_config(**changes: Any) -> LlamaConfig:
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(tiny_config()).eval().requires_grad_(False)
+
+
+def backbone_of(model: LlamaForCausalLM) -> Backbone:
+    """A backbone that is this model in memory and never reads a file."""
+    backbone = Backbone(Path("nowhere"), "cpu")
+    vars(backbone).update(model=model, config=model.config)
+    return backbone
 
 
 def shaken(gate: torch.nn.Module, seed: int = 0, by: float = 0.3) -> Any:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from gates.gate_tools import HEADS, HIDDEN, LAYERS, QUERY_HEADS, VOCAB, tiny_llama
+from gates.gate_tools import HEADS, HIDDEN, LAYERS, QUERY_HEADS, VOCAB, backbone_of, tiny_llama
 from gates.reference_gates import reconstruction_score
 
 from vllm_kvplug.errors import PolicyError
@@ -8,8 +8,17 @@ from vllm_kvplug.gates import targets, train_sink
 from vllm_kvplug.gates.backbone import attention_replaced
 from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.gates.targets import Frame, chunk_scores, hidden_states, reconstruction_targets
-from vllm_kvplug.gates.train_sink import SinkTraining, rank_correlation, rate, recall, sink_step, train_sink_gate
+from vllm_kvplug.gates.train_sink import (
+    SinkTraining,
+    _layers_a_group,
+    rank_correlation,
+    rate,
+    recall,
+    sink_step,
+    train_sink_gate,
+)
 from vllm_kvplug.gates.training import Checkpoint
+from vllm_kvplug.spread import Spread
 
 GROUP = QUERY_HEADS // HEADS
 FRAME = Frame(torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([6, 7, 8]), torch.tensor([9]))
@@ -161,7 +170,7 @@ def train(model, contexts, folder, memory=1e9, every=1000, **changes):
     gate = SinkGate(LAYERS, HEADS, GROUP, HIDDEN)
     settings = SinkTraining(**({"steps": 150, "batch": 400, "chunk": 400} | changes))
     checkpoint = Checkpoint(folder, "same", every)
-    return gate, *train_sink_gate(model, gate, contexts, FRAME, settings, checkpoint, memory)
+    return gate, *train_sink_gate(backbone_of(model), gate, contexts, FRAME, settings, checkpoint, memory, Spread())
 
 
 def test_training_lowers_the_loss_and_ranks_held_out_tokens(model, contexts, tmp_path):
@@ -205,6 +214,25 @@ def test_layers_in_groups_are_layers_together(model, contexts, tmp_path):
     assert results["rank_correlation_of_layers"] == pytest.approx(other_results["rank_correlation_of_layers"], abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    "files, fit, slots, expected",
+    [
+        ([], 9, 1, 5),
+        ([], 9, 2, 3),
+        ([], 2, 1, 2),
+        (["layers-0-2", "targets"], 9, 1, 2),
+        (["layers-2-4", "layers-4-5", "layers-0-2.tmp"], 9, 1, 2),
+        (["layers-4-5"], 9, 2, 3),  # the last group, which does not say how large the others were
+        (["layers-0-5"], 9, 2, 5),
+        (["layers-0-5"], 4, 2, 4),
+    ],
+)
+def test_groups_are_those_of_an_earlier_run(tmp_path, files, fit, slots, expected):
+    for name in files:
+        (tmp_path / name).touch()
+    assert _layers_a_group(tmp_path, fit, layers=5, slots=slots) == expected
+
+
 class Stop(Exception):
     pass
 
@@ -235,8 +263,12 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(model, contexts, tmp
 def test_progress_of_another_run_is_refused(model, contexts, tmp_path):
     train(model, contexts[:1], tmp_path, steps=1)
     settings, gate = SinkTraining(steps=1), SinkGate(LAYERS, HEADS, GROUP, HIDDEN)
+
+    def again(checkpoint):
+        train_sink_gate(backbone_of(model), gate, contexts[:1], FRAME, settings, checkpoint, 1e9, Spread())
+
     with pytest.raises(PolicyError, match="run with other settings.*--out"):
-        train_sink_gate(model, gate, contexts[:1], FRAME, settings, Checkpoint(tmp_path, "other"), 1e9)
+        again(Checkpoint(tmp_path, "other"))
     (tmp_path / "targets").unlink()
     with pytest.raises(PolicyError, match="layers-0-3 is from a run with other settings.*--out"):
-        train_sink_gate(model, gate, contexts[:1], FRAME, settings, Checkpoint(tmp_path, "other"), 1e9)
+        again(Checkpoint(tmp_path, "other"))

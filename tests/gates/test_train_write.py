@@ -248,6 +248,20 @@ def test_one_pass_unless_steps_are_given(model, tmp_path):
     assert len(history["loss"]) == 4
 
 
+def test_a_step_of_several_sequences_follows_their_mean(model, rotary, tmp_path):
+    together, history, _ = train(model, tmp_path, steps=None, batch=4)  # all there are
+    torch.manual_seed(3)
+    sequences, gate = list(torch.randint(VOCAB, (4, TOKENS))), new_gate()
+    seen = [write_step(model, gate, rotary, ids, WriteTraining(window=WINDOW)) for ids in sequences]
+    optimizer = torch.optim.AdamW(gate.parameters(), lr=rate(1, 1e-2, 0), weight_decay=0.01)
+    for weight in gate.parameters():
+        weight.grad /= 4
+    optimizer.step()
+    assert history["loss"] == pytest.approx([sum(s["loss"] for s in seen) / 4])
+    for a, b in zip(together.parameters(), gate.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
 class Stop(Exception):
     pass
 

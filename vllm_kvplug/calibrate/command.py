@@ -21,6 +21,7 @@ from vllm_kvplug.calibrate.profile import (
     weights_hash,
 )
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.spread import Spread, add_argument, spread
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="profile to write (default profiles/<model>.json)")
     parser.add_argument("--png", type=Path, help="also draw the profile")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
         raise PolicyError(f"profile: {error}") from error
     if args.png and find_spec("matplotlib") is None:  # say so before the minutes of measuring
         raise PolicyError("profile: --png needs matplotlib: pip install matplotlib")
-    out = args.out or Path("profiles") / f"{Path(args.model).name}.json"
-    profile = profile_model(args.model, texts, settings, name=Path(args.model).name, dtype=args.dtype)
+    name = Path(args.model).name
+    out = args.out or Path("profiles") / f"{name}.json"
+    profile = profile_model(args.model, texts, settings, name, args.dtype, spread(args.ray))
     profile.save(out)
     if args.png:
         from vllm_kvplug.calibrate.plot import save_plot
@@ -85,24 +88,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def profile_model(
-    model: str, texts: list[tuple[str, str]], settings: ProfileSettings, name: str, dtype: str
+    model: str, texts: list[tuple[str, str]], settings: ProfileSettings, name: str, dtype: str, workers: Spread
 ) -> HeadProfile:
-    """The whole run: load, score every head, apply the thresholds. `texts` are (name, text) pairs."""
+    """The whole run: score every head, apply the thresholds. `texts` are (name, text) pairs, one or more."""
     # torch and transformers take seconds to import, and `kvplug --help` needs neither
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig
 
-    from vllm_kvplug.calibrate.profiler import assign, budget_weights, score_heads
+    from vllm_kvplug.calibrate.profiler import assign, average, budget_weights
 
+    if not texts:
+        raise PolicyError("profile: needs at least one text")
     folder = local_folder(model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-    network.to(device).eval()
-    scores = score_heads(network, AutoTokenizer.from_pretrained(folder), texts, settings)
-
+    jobs = [(folder, workers.device, dtype, part, settings) for part in workers.parts(texts)]
+    scores = average([text for part in workers.map(_score_part, jobs) for text in part])
     roles, clusters = assign(scores, settings)
     return HeadProfile(
-        model=ProfiledModel.of(network.config, name),
+        model=ProfiledModel.of(AutoConfig.from_pretrained(folder), name),
         roles=tuple(roles),
         weights=_rounded(budget_weights(roles, scores.stability)),
         clusters=tuple(clusters),
@@ -116,6 +117,18 @@ def profile_model(
             versions=versions(dtype),
         ),
     )
+
+
+def _score_part(folder: Path, device: str, dtype: str, texts: list[tuple[str, str]], settings: ProfileSettings) -> Any:
+    """Load the model and score these texts, in whatever process this is."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from vllm_kvplug.calibrate.profiler import score_texts
+
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    network.to(device).eval()
+    return score_texts(network, AutoTokenizer.from_pretrained(folder), texts, settings)
 
 
 def read_texts(files: list[Path]) -> list[tuple[str, str]]:

@@ -151,28 +151,35 @@ def score_text(model: PreTrainedModel, ids: Tensor, settings: ProfileSettings) -
     return TextScores(stability.cpu(), similarity.cpu(), gain.cpu(), len(overlaps))
 
 
-def score_heads(
+def score_texts(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[tuple[str, str]],
     settings: ProfileSettings,
-) -> HeadScores:
+) -> list[tuple[TextScores, ProfiledText]]:
     """texts: (name, text) pairs, each cut to `settings.length` tokens; shorter ones are used whole."""
-    if not texts:
-        raise PolicyError("profile: needs at least one text")
-    scored, records = [], []
+    scored = []
     for name, text in tqdm(texts, desc="profiling", unit="text"):
         has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
         ids = tokenizer(text, add_special_tokens=not has_bos).input_ids[: settings.length]
         if not ids:
             raise PolicyError(f"profile: text {name} is empty")
-        scored.append(score_text(model, torch.tensor(ids, device=model.device), settings))
+        scores = score_text(model, torch.tensor(ids, device=model.device), settings)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        records.append(ProfiledText(name=name, sha256=digest, tokens=len(ids), steps=scored[-1].steps))
-    stability = torch.stack([text.stability for text in scored]).mean(0)
-    similarity = torch.stack([text.similarity for text in scored]).mean(0)
-    gain = torch.stack([text.gain for text in scored]).nanmean(0)
-    return HeadScores(stability, similarity, gain, tuple(records))
+        scored.append((scores, ProfiledText(name=name, sha256=digest, tokens=len(ids), steps=scores.steps)))
+    return scored
+
+
+def average(scored: Sequence[tuple[TextScores, ProfiledText]]) -> HeadScores:
+    """Scores of all texts, in one order wherever each of them was scored.
+
+    Texts do not depend on each other and nothing is summed before this, so parts of a corpus give what the whole gives.
+    """
+    scores = [text for text, _ in scored]
+    stability = torch.stack([text.stability for text in scores]).mean(0)
+    similarity = torch.stack([text.similarity for text in scores]).mean(0)
+    gain = torch.stack([text.gain for text in scores]).nanmean(0)
+    return HeadScores(stability, similarity, gain, tuple(record for _, record in scored))
 
 
 # ---------------------------------------------------------------- roles and budgets

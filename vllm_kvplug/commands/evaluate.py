@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_kvplug import spread
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.eval import fidelity, report
+from vllm_kvplug.eval.fidelity import Continuation
 
 DECODED = 64
 """Tokens that fidelity runs decode after each piece of text."""
@@ -27,12 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     parser.add_argument("--fidelity", type=Path, metavar="FILE", help="also compare distributions on this text")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results; a rerun goes on with them")
+    spread.add_argument(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     from transformers import AutoTokenizer
 
-    from vllm_kvplug.eval import report, runner, tasks
+    from vllm_kvplug.eval import runner, tasks
 
     policies, lengths = split(args.policies), [_length(text) for text in split(args.tokens)]
     chosen = split(args.tasks) if args.tasks else list(tasks.TASKS)
@@ -42,20 +48,24 @@ def run(args: argparse.Namespace) -> None:
         elif policy != runner.FULL:
             runner.read_policy(policy)
     if args.server and args.fidelity:
-        raise PolicyError("--fidelity needs engines of this machine: remove --server")
+        raise PolicyError("--fidelity needs engines of its own: remove --server")
+    if args.server and args.ray is not None:
+        raise PolicyError("--ray spreads engines, and a server is one already: remove --ray or --server")
+    workers = spread.spread(args.ray)
     settings = {"model": args.model, "tasks": chosen, "n": args.n, "seed": args.seed, "server": bool(args.server)}
     results = report.Results(args.out, settings | {"engine": args.engine})
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     backend: Any = runner.Server(args.server, tokenizer) if args.server else runner.Engines(args.model, args.engine)
-    for tokens in lengths:
-        examples = list(_examples(chosen, tokens, args, tokenizer))
-        for policy in policies:
-            key = report.key_of(policy, tokens)
-            if key not in results.runs:
-                results.add(key, _score(backend, policy, tokens, examples, key))
-            if args.fidelity:
-                _fidelity(backend, results, policy, tokens, args.fidelity, tokenizer)
-        report.write(args.out, results.runs, runner.FULL)
+    devices = args.engine.get("tensor_parallel_size", 1)
+    evaluation = _Evaluation(workers, devices, backend, policies, results)
+    examples = {tokens: list(_examples(chosen, tokens, args, tokenizer)) for tokens in lengths}
+    try:
+        evaluation.score(examples)
+        if args.fidelity:
+            evaluation.compare(args.fidelity, lengths, tokenizer)
+    finally:  # also of a run that fails: what it has done
+        if results.runs:
+            report.write(args.out, evaluation.in_order(lengths), runner.FULL)
     print((args.out / "table.md").read_text())
 
 
@@ -77,27 +87,65 @@ def _score(backend: Any, policy: str, tokens: int, examples: list[Any], label: s
     return {**about, "tasks": [e.task for e in examples], "scores": scores, "texts": answers.texts}
 
 
-def _fidelity(backend: Any, results: Any, policy: str, tokens: int, file: Path, tokenizer: Any) -> None:
-    """Compare a policy with full attention, whose continuations are kept beside the results."""
-    from vllm_kvplug.eval import fidelity, report, runner
+def _continue(backend: Any, policy: str, prompts: list[list[int]], label: str) -> list[Continuation]:
+    return backend.continue_text(policy, prompts, DECODED, label)
 
-    kind = f"fidelity {file.name}"
-    key = report.key_of(policy, tokens, kind)
-    if policy == runner.FULL or key in results.runs:
-        return
-    prompts = fidelity.prompts(tokenizer(file.read_text(), add_special_tokens=False)["input_ids"], tokens, 16)
-    if not prompts:
-        raise PolicyError(f"--fidelity {file} has fewer than {tokens} tokens: give a longer text")
-    full_key = report.key_of(runner.FULL, tokens, kind)
-    if full_key not in results.runs:
-        found = backend.continue_text(runner.FULL, prompts, DECODED, full_key)
-        results.add(full_key, {"continuations": [[c.tokens, c.steps] for c in found]})
-    full = [
-        fidelity.Continuation(ids, [{int(t): p for t, p in step.items()} for step in steps])
-        for ids, steps in results.runs[full_key]["continuations"]
-    ]
-    ours = backend.continue_text(policy, prompts, DECODED, key)
-    results.add(key, {"policy": policy, "tokens": tokens, **fidelity.compare(ours, full)})
+
+@dataclass
+class _Evaluation:
+    """Runs of policies; those that are in the results already are left out. `devices` is what an engine has of them."""
+
+    workers: spread.Spread
+    devices: int
+    backend: Any
+    policies: list[str]
+    results: report.Results
+
+    def score(self, examples: dict[int, list[Any]]) -> None:
+        """Score every policy on the examples of every length in tokens."""
+        keys = {report.key_of(policy, n): (policy, n) for n in examples for policy in self.policies}
+        jobs = [
+            (self.backend, policy, tokens, examples[tokens], key)
+            for key, (policy, tokens) in keys.items()
+            if key not in self.results.runs
+        ]
+        for number, run in self.workers.each(_score, jobs, self.devices):
+            self.results.add(jobs[number][-1], run)
+
+    def compare(self, file: Path, lengths: list[int], tokenizer: Any) -> None:
+        """Compare every policy with full attention, whose continuations are kept beside the results."""
+        from vllm_kvplug.eval.runner import FULL
+
+        kind, ids = f"fidelity {file.name}", tokenizer(file.read_text(), add_special_tokens=False)["input_ids"]
+        pieces = {tokens: fidelity.prompts(ids, tokens, 16) for tokens in lengths}
+        short = [tokens for tokens in lengths if not pieces[tokens]]
+        if short:
+            raise PolicyError(f"--fidelity {file} has fewer than {min(short)} tokens: give a longer text")
+        pairs = [(policy, tokens) for tokens in lengths for policy in self.policies if policy != FULL]
+        missing = {key: pair for pair in pairs if (key := report.key_of(*pair, kind)) not in self.results.runs}
+        full = {report.key_of(FULL, tokens, kind): (FULL, tokens) for _, tokens in missing.values()}
+        for key, found in self._continue({k: pair for k, pair in full.items() if k not in self.results.runs}, pieces):
+            self.results.add(key, {"continuations": [[c.tokens, c.steps] for c in found]})
+        for key, found in self._continue(missing, pieces):
+            policy, tokens = missing[key]
+            saved = self.results.runs[report.key_of(FULL, tokens, kind)]["continuations"]
+            theirs = [Continuation(ids, [{int(t): p for t, p in s.items()} for s in steps]) for ids, steps in saved]
+            self.results.add(key, {"policy": policy, "tokens": tokens, **fidelity.compare(found, theirs)})
+
+    def in_order(self, lengths: list[int]) -> dict[str, Any]:
+        """All results, those of earlier commands first: parts that are spread finish in any order."""
+        asked: dict[Any, int] = {pair: place for place, pair in enumerate(itertools.product(lengths, self.policies))}
+
+        def place(run: dict[str, Any]) -> int:
+            return asked.get((run.get("tokens"), run.get("policy")), -1)
+
+        return dict(sorted(self.results.runs.items(), key=lambda item: place(item[1])))
+
+    def _continue(self, runs: dict[str, tuple[str, int]], pieces: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+        keys = list(runs)
+        jobs = [(self.backend, policy, pieces[tokens], key) for key, (policy, tokens) in runs.items()]
+        for number, found in self.workers.each(_continue, jobs, self.devices):
+            yield keys[number], found
 
 
 def split(text: str) -> list[str]:

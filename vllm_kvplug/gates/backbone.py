@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,14 +24,31 @@ from transformers.masking_utils import sdpa_mask
 from vllm_kvplug.errors import PolicyError
 
 
-def load_backbone(folder: Path, device: str) -> PreTrainedModel:
-    """Frozen, in bfloat16 on a GPU and in float32 on a CPU, where bfloat16 is slow."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise PolicyError(f"train-gate: needs full attention in every layer, the model has {sorted(kinds)}")
-    return model.to(device).eval().requires_grad_(False)
+@dataclass(frozen=True)
+class Backbone:
+    """A frozen model that is loaded, once, where it is used first: this object may travel to another process before."""
+
+    folder: Path
+    device: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bfloat16 on a GPU and float32 on a CPU, where bfloat16 is slow."""
+        return torch.float32 if self.device == "cpu" else torch.bfloat16
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's. Raises PolicyError for a model with layers that do not attend to everything."""
+        config = AutoConfig.from_pretrained(self.folder)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise PolicyError(f"train-gate: needs full attention in every layer, the model has {sorted(kinds)}")
+        return config
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=self.dtype)
+        return model.to(self.device).eval().requires_grad_(False)
 
 
 @contextmanager
@@ -65,7 +85,7 @@ def cut_texts(
             piece = piece if left is None else piece[:left]
             if len(piece) < shortest:
                 continue
-            pieces.append(piece)
+            pieces.append(piece.clone())  # of its own: a view takes the whole text along to another process
             left = None if left is None else left - len(piece)
     if not pieces:
         raise PolicyError(f"train-gate: no text has {shortest} tokens or more: give longer --texts, or more --tokens")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from vllm_kvplug import spread
+
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(required=True, metavar="KIND")
@@ -29,6 +31,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="gate to write (default profiles/<model>-<kind>.safetensors)")
     parser.add_argument("--int8", action="store_true", help="store matrices in 8 bits instead of bfloat16")
     parser.add_argument("--device", help="default: cuda if there is one")
+    spread.add_argument(parser)
     parser.add_argument("--seed", type=int, help="default 0")
     # What is not given here keeps the default of the training's settings.
     parser.add_argument("--length", type=int, help="most tokens of a sequence (wgkv: 4096, fastkvzip: 30000)")
@@ -38,6 +41,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def _add_write(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="tokens of texts to use (default all)")
+    parser.add_argument("--batch", type=int, help="sequences a step, which --ray spreads (default 1)")
     parser.add_argument(
         "--lambda", dest="sparsity_weight", type=float, metavar="X", help="higher admits less (default 0.04)"
     )

@@ -20,13 +20,15 @@ from vllm_kvplug.calibrate.command import local_folder, read_texts, versions
 from vllm_kvplug.calibrate.profile import ProfiledModel, kv_shape, weights_hash
 from vllm_kvplug.config import explain
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.gates.backbone import cut_texts, load_backbone
+from vllm_kvplug.gates.backbone import Backbone, cut_texts
 from vllm_kvplug.gates.files import Gate, GateMetadata, SinkGateShape, TextFile, WriteGateShape, save_gate
 from vllm_kvplug.gates.released import import_sink_gate, import_write_gate
 from vllm_kvplug.gates.targets import Frame
 from vllm_kvplug.gates.train_sink import HELD_OUT, SinkTraining, train_sink_gate
 from vllm_kvplug.gates.train_write import WriteTraining, evaluate, train_write_gate
 from vllm_kvplug.gates.training import Checkpoint, History, plot_history
+from vllm_kvplug.gates.write_gate import WriteGate
+from vllm_kvplug.spread import Ranks, spread
 
 Trained = tuple[Gate, GateMetadata, History]
 
@@ -35,6 +37,10 @@ def train(args: argparse.Namespace) -> None:
     """Train the gate of `args.kind`, or go on with it, and write it with its curves."""
     kind: type[WriteTraining] | type[SinkTraining] = WriteTraining if args.kind == "wgkv" else SinkTraining
     given = {name: getattr(args, name) for name in kind.model_fields if getattr(args, name) is not None}
+    if args.ray is not None and args.device:
+        raise PolicyError("train-gate: with --ray every task gets a device from Ray: remove --device")
+    if args.ray is not None and args.kind == "wgkv" and given.get("batch", 1) == 1:
+        raise PolicyError("train-gate: --ray spreads the sequences of a step, which has one: give --batch")
     try:
         settings = kind(**given)
         texts = read_texts(args.texts)
@@ -61,10 +67,11 @@ class _Run:
 
     def __init__(self, args: argparse.Namespace, progress: Path):
         self.args, self.progress = args, progress
-        self.folder = local_folder(args.model)
-        self.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = load_backbone(self.folder, self.device)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+        self.workers = spread(args.ray)
+        folder = local_folder(args.model)
+        self.backbone = Backbone(folder, args.device or self.workers.device)
+        self.config = self.backbone.config
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def write_gate(self, texts: list[tuple[str, str]], settings: WriteTraining) -> Trained:
         # A sequence inside the window would teach nothing: there, gates do not matter.
@@ -72,15 +79,15 @@ class _Run:
         held = min(len(sequences) // 20, 50)  # of the last ones
         training, testing = sequences[: len(sequences) - held], sequences[len(sequences) - held :]
         shape = WriteGateShape(
-            hidden=settings.hidden or 4 * kv_shape(self.model.config)[3],
+            hidden=settings.hidden or 4 * kv_shape(self.config)[3],
             window=settings.window,
             tau=settings.tau,
             sparsity_weight=settings.sparsity_weight,
         )
         metadata = self.metadata(shape, settings, sum(map(len, training)))
-        gate: Any = metadata.empty_gate().to(self.device)
-        history = train_write_gate(self.model, gate, training, settings, self.checkpoint("gate", metadata))
-        results = evaluate(self.model, gate, testing, settings) if testing else {}
+        job = (self.backbone, metadata.empty_gate(), training, testing, settings, self.checkpoint("gate", metadata))
+        most = min(settings.batch, len(training))
+        gate, history, results = self.workers.together(_train_write_gate, most, *job)
         return gate, metadata.model_copy(update={"results": results}), history
 
     def sink_gate(self, texts: list[tuple[str, str]], settings: SinkTraining) -> Trained:
@@ -88,15 +95,16 @@ class _Run:
         contexts = cut_texts(self.tokenizer, texts, *limits, special_tokens=False)
         frame = Frame.of(self.tokenizer)
         self.check_length(contexts, frame, settings.chunk)
-        shape = SinkGateShape(hidden_size=self.model.config.hidden_size, dim=settings.dim, sinks=settings.sinks)
+        shape = SinkGateShape(hidden_size=self.config.hidden_size, dim=settings.dim, sinks=settings.sinks)
         metadata = self.metadata(shape, settings, sum(map(len, contexts)))
-        gate: Any = metadata.empty_gate().to(self.device)
+        gate: Any = metadata.empty_gate()
         checkpoint, memory = self.checkpoint("", metadata), self.args.memory_gib * 2**30
-        history, results = train_sink_gate(self.model, gate, contexts, frame, settings, checkpoint, memory)
+        job = (gate, contexts, frame, settings, checkpoint, memory)
+        history, results = train_sink_gate(self.backbone, *job, self.workers)
         return gate, metadata.model_copy(update={"results": results}), history
 
     def check_length(self, contexts: list[Tensor], frame: Frame, chunk: int) -> None:
-        limit = self.model.config.max_position_embeddings
+        limit = self.config.max_position_embeddings
         for context in contexts:
             longest = max(len(repetition) for _, _, repetition in frame.repetitions(context, chunk))
             needed = len(frame.before) + len(context) + longest
@@ -116,16 +124,32 @@ class _Run:
             TextFile(name=file.name, sha256=hashlib.sha256(file.read_bytes()).hexdigest()) for file in self.args.texts
         ]
         return GateMetadata(
-            model=ProfiledModel.of(self.model.config, self.folder.name),
+            model=ProfiledModel.of(self.config, self.backbone.folder.name),
             gate=shape,
             source="kvplug train-gate",
             date=datetime.date.today().isoformat(),
-            weights_hash=weights_hash(self.folder),
+            weights_hash=weights_hash(self.backbone.folder),
             training=settings.model_dump(exclude_none=True),
             files=tuple(files),
             tokens=tokens,
-            versions=versions(str(self.model.dtype).removeprefix("torch.")),
+            versions=versions(str(self.backbone.dtype).removeprefix("torch.")),
         )
+
+
+def _train_write_gate(
+    ranks: Ranks,
+    backbone: Backbone,
+    gate: WriteGate,
+    training: list[Tensor],
+    testing: list[Tensor],
+    settings: WriteTraining,
+    checkpoint: Checkpoint,
+) -> tuple[WriteGate, History, dict[str, float]]:
+    """The trained gate on the CPU, its losses and, of the first rank, its results on the sequences for testing."""
+    gate = gate.to(backbone.device)
+    history = train_write_gate(backbone.model, gate, training, settings, checkpoint, ranks)
+    results = evaluate(backbone.model, gate, testing, settings) if testing and ranks.rank == 0 else {}
+    return gate.cpu(), history, results
 
 
 def import_gate(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +18,14 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.gates.backbone import Backbone
 from vllm_kvplug.gates.files import Frozen, write_safetensors
 from vllm_kvplug.gates.sink_gate import SinkGate
 from vllm_kvplug.gates.targets import Frame, hidden_states, reconstruction_targets
 from vllm_kvplug.gates.training import Checkpoint, History, run_steps, samples
+from vllm_kvplug.spread import Spread
 
 HELD_OUT = 100
 """Every so many tokens, one is for testing only."""
@@ -62,42 +64,59 @@ def sink_step(gate: SinkGate, hidden: Tensor, targets: Tensor) -> dict[str, floa
 
 
 def train_sink_gate(
-    model: PreTrainedModel,
+    backbone: Backbone,
     gate: SinkGate,
     contexts: list[Tensor],
     frame: Frame,
     settings: SinkTraining,
     checkpoint: Checkpoint,
     memory: float,
+    workers: Spread,
 ) -> tuple[History, dict[str, float | list[float]]]:
-    """Train `gate` on the model's device; returns losses (mean over layers) and results on held-out tokens.
+    """Train `gate`; returns losses (mean over layers) and results on held-out tokens.
 
     checkpoint  its path is a folder: targets and every group of layers have a file in it
-    memory      bytes for hidden states
+    memory      bytes for hidden states, on every device of the workers
     """
-    targets = _targets(model, contexts, frame, settings.chunk, replace(checkpoint, path=checkpoint.path / "targets"))
+    saved = replace(checkpoint, path=checkpoint.path / "targets")
+    targets = _targets(backbone, contexts, frame, settings.chunk, saved, workers)
     layers, _, total = targets.shape
-    per_layer = total * model.config.hidden_size * model.dtype.itemsize
-    size = min(max(int(memory // per_layer), 1), layers)
+    fit = int(memory // (total * backbone.config.hidden_size * backbone.dtype.itemsize))
+    size = _layers_a_group(checkpoint.path, max(fit, 1), layers, workers.slots)
+    groups = [slice(first, min(first + size, layers)) for first in range(0, layers, size)]
+    jobs = (
+        # The clone, since a view would take the targets of all layers along to another process.
+        (backbone, gate.part(group), contexts, frame, targets[group].clone(), group, settings, checkpoint)
+        for group in groups
+    )
     losses, results = torch.zeros(settings.steps), list[dict[str, float]]()
-    for first in range(0, layers, size):
-        group = slice(first, min(first + size, layers))
-        hidden = hidden_states(model, frame, contexts, group)
-        wanted = targets[group].to(hidden.device)
-        part = gate.part(group).to(model.device)
-        saved = replace(checkpoint, path=checkpoint.path / f"layers-{group.start}-{group.stop}")
-        label = f"fastkvzip, layers {group.start} to {group.stop - 1}"
-        history = _train_group(part, hidden, wanted, settings, saved, label)
-        losses += torch.tensor(history["loss"]) * len(hidden) / layers
-        results += _held_out(part, hidden, wanted)
-        del hidden  # before the next group's are made
+    for group, (part, history, found) in zip(groups, workers.map(_train_group, jobs), strict=True):
         gate.put(group, part)
+        losses += torch.tensor(history["loss"]) * len(found) / layers
+        results += found
     return {"loss": losses.tolist()}, _summary(results)
 
 
+def _layers_a_group(folder: Path, fit: int, layers: int, slots: int) -> int:
+    """As many as an earlier run had, whose files are of its groups; else one group a slot. At most what fits."""
+    edges = [list(map(int, file.name.split("-")[1:])) for file in folder.glob("layers-*[0-9]")]
+    whole = [last - first for first, last in edges if first == 0 or last < layers]  # the last group may be smaller
+    return min(max(whole, default=-(-layers // slots)), fit)
+
+
 def _train_group(
-    gate: SinkGate, hidden: Tensor, targets: Tensor, settings: SinkTraining, checkpoint: Checkpoint, label: str
-) -> History:
+    backbone: Backbone,
+    gate: SinkGate,
+    contexts: list[Tensor],
+    frame: Frame,
+    targets: Tensor,
+    group: slice,
+    settings: SinkTraining,
+    checkpoint: Checkpoint,
+) -> tuple[SinkGate, History, list[dict[str, float]]]:
+    """Train the gate of a group of layers: itself, on the CPU, its losses, and per layer its results."""
+    hidden = hidden_states(backbone.model, frame, contexts, group)
+    targets, gate = targets.to(hidden.device), gate.to(hidden.device)
     train = torch.arange(hidden.shape[1])
     train = train[train % HELD_OUT != 0]
     optimizer = torch.optim.SGD(gate.parameters(), lr=settings.learning_rate, momentum=0.9)
@@ -108,10 +127,16 @@ def _train_group(
         return sink_step(gate, hidden[:, chosen].float(), targets[..., chosen])
 
     schedule = partial(rate, settings.steps, settings.learning_rate)
-    return run_steps(gate, optimizer, schedule, step, settings.steps, checkpoint, label)
+    saved = replace(checkpoint, path=checkpoint.path / f"layers-{group.start}-{group.stop}")
+    label = f"fastkvzip, layers {group.start} to {group.stop - 1}"
+    history = run_steps(gate, optimizer, schedule, step, settings.steps, saved, label)
+    found = _held_out(gate, hidden, targets)
+    return gate.cpu(), history, found
 
 
-def _targets(model: PreTrainedModel, contexts: list[Tensor], frame: Frame, chunk: int, saved: Checkpoint) -> Tensor:
+def _targets(
+    backbone: Backbone, contexts: list[Tensor], frame: Frame, chunk: int, saved: Checkpoint, workers: Spread
+) -> Tensor:
     """float32 [L, H, T] of all contexts, from the file of an earlier run if there is one."""
     if saved.path.exists():
         with safe_open(saved.path, framework="pt") as file:
@@ -121,10 +146,15 @@ def _targets(model: PreTrainedModel, contexts: list[Tensor], frame: Frame, chunk
                     "or choose another --out"
                 )
             return file.get_tensor("targets")
-    bar = tqdm(contexts, desc="reconstruction targets", unit="text")
-    targets = torch.cat([reconstruction_targets(model, frame, context, chunk) for context in bar], dim=-1)
+    jobs = [(backbone, part, frame, chunk) for part in workers.parts(contexts)]
+    targets = torch.cat(workers.map(_targets_of, jobs), dim=-1)
     write_safetensors(saved.path, {"targets": targets}, {"identity": saved.identity})
     return targets
+
+
+def _targets_of(backbone: Backbone, contexts: list[Tensor], frame: Frame, chunk: int) -> Tensor:
+    bar = tqdm(contexts, desc="reconstruction targets", unit="text")
+    return torch.cat([reconstruction_targets(backbone.model, frame, context, chunk) for context in bar], dim=-1)
 
 
 # ---------------------------------------------------------------- on held-out tokens

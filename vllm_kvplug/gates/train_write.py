@@ -27,6 +27,7 @@ from vllm_kvplug.gates.files import Frozen
 from vllm_kvplug.gates.training import Checkpoint, History, run_steps, samples
 from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.rotary import Rotary
+from vllm_kvplug.spread import ALONE, Ranks
 
 SMALLEST = 1e-3
 """Gates are clamped to this while training: a token is never quite out of sight, so its gate gets a gradient."""
@@ -51,7 +52,8 @@ class WriteTraining(Frozen):
     )
     tau: float = Field(default=0.1, ge=0, le=1, description="admission threshold, for what is reported")
     length: int = Field(default=4096, ge=2, description="most tokens of a sequence")
-    steps: int | None = Field(default=None, ge=1, description="sequences to train on; one pass over the texts")
+    batch: int = Field(default=1, ge=1, description="sequences a step")
+    steps: int | None = Field(default=None, ge=1, description="one pass over the texts")
     learning_rate: float = Field(default=1e-3, gt=0)
     seed: int = 0
 
@@ -139,10 +141,7 @@ def layers_recomputed(model: PreTrainedModel) -> Iterator[None]:
 def write_step(
     model: PreTrainedModel, gate: WriteGate, rotary: Rotary, ids: Tensor, settings: WriteTraining
 ) -> dict[str, float]:
-    """Add the gradients of one sequence, ids [T], to the gate's, and return what to report.
-
-    What a driver over several GPUs would call: it averages gradients and steps the optimizer itself.
-    """
+    """Add the gradients of one sequence, ids [T], to the gate's, and return what to report."""
     with torch.no_grad():
         teacher = model.base_model(ids[None], use_cache=False).last_hidden_state
     gates: dict[int, Tensor] = {}
@@ -175,18 +174,35 @@ def rate(steps: int, peak: float, step: int) -> float:
 
 
 def train_write_gate(
-    model: PreTrainedModel, gate: WriteGate, sequences: list[Tensor], settings: WriteTraining, checkpoint: Checkpoint
+    model: PreTrainedModel,
+    gate: WriteGate,
+    sequences: list[Tensor],
+    settings: WriteTraining,
+    checkpoint: Checkpoint,
+    ranks: Ranks = ALONE,
 ) -> History:
-    """Train `gate`, which lies on the model's device, on sequences of token ids."""
+    """Train `gate`, which lies on the model's device, on sequences of token ids.
+
+    A step sees `settings.batch` sequences, of which every rank takes its share, and moves along their mean gradient:
+    the same on all ranks, and that of one rank up to the order of its sum. There must be a sequence for each.
+    """
     optimizer = torch.optim.AdamW(gate.parameters(), lr=settings.learning_rate, weight_decay=0.01)
-    rotary, steps = Rotary.of(model.config), settings.steps or len(sequences)
+    batch = min(settings.batch, len(sequences))
+    rotary, steps = Rotary.of(model.config), settings.steps or len(sequences) // batch
 
     def step(number: int) -> dict[str, float]:
-        (chosen,) = samples(number, len(sequences), 1, settings.seed).tolist()
-        return write_step(model, gate, rotary, sequences[chosen].to(model.device), settings)
+        chosen = samples(number, len(sequences), batch, settings.seed)[ranks.rank :: ranks.count].tolist()
+        seen = [write_step(model, gate, rotary, sequences[i].to(model.device), settings) for i in chosen]
+        total = torch.tensor([list(s.values()) for s in seen], dtype=torch.float64, device=model.device).sum(0)
+        gradients = [weight.grad for weight in gate.parameters() if weight.grad is not None]
+        ranks.add_up([total, *gradients])
+        for gradient in gradients:
+            gradient /= batch
+        return dict(zip(seen[0], (total / batch).tolist(), strict=True))
 
+    schedule = partial(rate, steps, settings.learning_rate)
     with layers_recomputed(model):
-        return run_steps(gate, optimizer, partial(rate, steps, settings.learning_rate), step, steps, checkpoint, "wgkv")
+        return run_steps(gate, optimizer, schedule, step, steps, checkpoint, "wgkv", ranks)
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import write_safetensors
+from vllm_kvplug.spread import ALONE, Ranks
 
 History = dict[str, list[float]]
 """One number a step and name."""
@@ -90,10 +91,17 @@ def run_steps(
     steps: int,
     checkpoint: Checkpoint,
     label: str,
+    ranks: Ranks = ALONE,
 ) -> History:
-    """Go on from the checkpoint to `steps`. `learning_rate` and `step` are functions of the step's number alone."""
+    """Go on from the checkpoint to `steps`. `learning_rate` and `step` are functions of the step's number alone.
+
+    Of ranks, all take the same steps, and the first one saves. Raises PolicyError if they found different checkpoints.
+    """
     done, history = checkpoint.load(gate, optimizer)
-    with tqdm(range(done, steps), initial=done, total=steps, desc=label, unit="step") as bar:
+    if not ranks.agree(done):
+        raise PolicyError("train-gate: nodes see different files: give an --out in a folder that all of them share")
+    first = ranks.rank == 0
+    with tqdm(range(done, steps), initial=done, total=steps, desc=label, unit="step", disable=not first) as bar:
         for number in bar:
             optimizer.zero_grad(set_to_none=True)
             seen = step(number)
@@ -105,7 +113,7 @@ def run_steps(
             for name, value in seen.items():
                 history.setdefault(name, []).append(value)
             bar.set_postfix({name: f"{value:.4g}" for name, value in seen.items()}, refresh=False)
-            if (number + 1) % checkpoint.every == 0 or number + 1 == steps:
+            if first and ((number + 1) % checkpoint.every == 0 or number + 1 == steps):
                 checkpoint.save(gate, optimizer, number + 1, history)
     return history
 
