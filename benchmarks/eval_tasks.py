@@ -6,7 +6,8 @@
 tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
 answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
 bootstrap interval over examples. With --multiquery policies cut the context before they see the question, which are the
-last meta["question_chars"] characters of the message: what they keep must serve any question.
+last meta["question_chars"] characters of the message: what they keep must serve any question. Runs of `oracle` find the
+scores of their prompts where `python -m benchmarks.oracle_scores` has put them, for the same examples.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.engine import SHARED_GPU, engine
 from vllm_kvplug.eval.scoring import interval, relative
+from vllm_kvplug.policies.oracle import Oracle, scores_name
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
 """Policy and knobs by the name of a run."""
@@ -69,22 +71,16 @@ def context_tokens(tokenizer: Any, example: dict[str, Any]) -> int:
     return len(commonprefix([example["ids"], chat_ids(tokenizer, [*before, {**last, "content": context}])]))
 
 
-def scores(
-    llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]], context_first: bool = False
-) -> list[float]:
-    """context_first: contexts are cut before the questions are seen."""
+def answers(llm: Any, asked: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[Any]:
+    """Greedy answers as vLLM's CompletionOutputs. options: of each request, none if empty."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": e["ids"]} for e in asked]
-    marks = [{"kvplug.context_end": context_tokens(tokenizer, e)} if context_first else None for e in asked]
     params = [
-        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=mark)
-        for e, mark in zip(asked, marks, strict=True)
+        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=extra or None)
+        for e, extra in zip(asked, options, strict=True)
     ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [
-        tasks.score(e["task"], e["meta"], o.outputs[0].text, e["answer"]) for e, o in zip(asked, outputs, strict=True)
-    ]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @dataclass(frozen=True)
@@ -120,28 +116,53 @@ class Examination:
         numbers = args.tokens, args.examples, args.seed
         return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only))
 
+    def ask(self, tasks: Any, tokenizer: Any) -> list[dict[str, Any]]:
+        """The examples."""
+        tasks.TASKS = self.only or tasks.TASKS
+        return examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of every run's engine."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": 2 * self.tokens,
+            "max_num_seqs": self.concurrent,
+            "max_num_batched_tokens": max(2048, self.tokens),
+            "enforce_eager": True,
+            **SHARED_GPU,
+        }
+
+    def options(self, tokenizer: Any, policy: str, example: dict[str, Any]) -> dict[str, Any]:
+        """What a run under `policy` asks for with an example."""
+        found: dict[str, Any] = {}
+        if self.multiquery and policy not in WITHOUT_PROMPT_END:
+            found["kvplug.context_end"] = context_tokens(tokenizer, example)
+        if policy == Oracle.name:
+            found["kvplug.scores"] = scores_name(example["ids"])
+        return found
+
     def measure(self, key: str, runs: Runs, out: Path) -> None:
         """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
         from transformers import AutoTokenizer
 
         tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
-        tasks.TASKS = self.only or tasks.TASKS
-        asked = examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+        asked = self.ask(tasks, tokenizer)
         names = [e["task"] for e in asked]
-        common = {
-            "dtype": self.dtype,
-            "max_model_len": 2 * self.tokens,
-            "max_num_seqs": self.concurrent,
-            "enforce_eager": True,
-        }
-        common |= {"max_num_batched_tokens": max(2048, self.tokens), **SHARED_GPU}
-        with engine(self.model, **common) as llm:
-            full = scores(llm, tasks, tokenizer, asked)
+
+        def scores(llm: Any, options: list[dict[str, Any]]) -> list[float]:
+            found = zip(asked, answers(llm, asked, options), strict=True)
+            return [tasks.score(e["task"], e["meta"], answer.text, e["answer"]) for e, answer in found]
+
+        with engine(**self.arguments) as llm:
+            full = scores(llm, [{} for _ in asked])
         metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
         rows = [_row("full", names, full, asked)]
         for name, (policy, knobs) in runs.items():
-            with engine(self.model, **common, kv_policy=policy, kv_policy_config=knobs, disable_log_stats=False) as llm:
-                found = scores(llm, tasks, tokenizer, asked, self.multiquery and policy not in WITHOUT_PROMPT_END)
+            options = [self.options(tokenizer, policy, e) for e in asked]
+            with engine(**self.arguments, kv_policy=policy, kv_policy_config=knobs, disable_log_stats=False) as llm:
+                found = scores(llm, options)
                 counted = policy_counts(llm)
             low, high = interval(names, found, full)
             metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}

@@ -184,6 +184,11 @@ class Policy(ABC, Generic[ConfigT]):
     def check_budget(self) -> None:
         """Raises PolicyError if the budget in `config` cannot be met by any prompt."""
 
+    def check_prompt(self, prompt_len: int) -> None:
+        """Raises OptionError if `options` do not go with a prompt of `prompt_len` tokens to cut."""
+        if self.options.scores is not None:
+            raise OptionError(f"policy '{self.name}' takes no scores of others: remove kvplug.scores")
+
     @property
     def shares_budget(self) -> bool:
         """Whether heads share a budget; of the class, whatever a request's options are."""

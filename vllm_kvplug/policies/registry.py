@@ -21,6 +21,7 @@ BUILT_IN = {
     "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
+    "oracle": "vllm_kvplug.policies.oracle:Oracle",
     "random": "vllm_kvplug.policies.random:Random",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
