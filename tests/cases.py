@@ -140,6 +140,11 @@ def oracle() -> Case:
     return Case("oracle-1", "oracle", {"ratio": 1, "scores": str(Path(__file__).parent)}, Full())
 
 
+def rkv(budget: int) -> Case:
+    """With a budget that holds everything; with others: test_engine_rkv."""
+    return Case(f"rkv-{budget}", "rkv", {"decode_budget": budget}, Full())
+
+
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
     """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's."""
     with torch.random.fork_rng():

@@ -19,6 +19,7 @@ from cases import (
     knorm,
     oracle,
     random_keep,
+    rkv,
     snapkv,
     streaming,
 )
@@ -48,6 +49,7 @@ CASES = [
     fastkvzip(1, 16, 100, allocation="layer"),
     heterocache("two-pivots", TWO_PIVOTS, 1),
     oracle(),
+    rkv(1600),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool

@@ -23,6 +23,7 @@ BUILT_IN = {
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "oracle": "vllm_kvplug.policies.oracle:Oracle",
     "random": "vllm_kvplug.policies.random:Random",
+    "rkv": "vllm_kvplug.policies.rkv:RKV",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
