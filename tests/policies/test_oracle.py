@@ -126,6 +126,7 @@ REFUSED = {
     "another folder": ({"kvplug.scores": f"../{NAME}"}, "kvplug.scores must be up to 64 hexadecimal digits"),
     "no name": ({"kvplug.scores": 5}, "kvplug.scores must be up to 64 hexadecimal digits"),
     "no such file": ({"kvplug.scores": "00ff"}, "kvplug.scores: there is no .*00ff.safetensors"),
+    "no such file, though all is kept": ({"kvplug.scores": "00ff", "kvplug.budget": 1}, "there is no .*00ff"),
     "a context": ({"kvplug.scores": NAME, "kvplug.context_end": 60}, "scores of 100 tokens, 60 are to be cut"),
 }
 

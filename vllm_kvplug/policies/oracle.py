@@ -115,12 +115,12 @@ class Oracle(Policy[OracleConfig]):
             raise PolicyError(f"oracle: {found} of scores in {CONFIG_FLAG}: give it as '{{\"scores\": FOLDER}}'")
 
     def check_prompt(self, prompt_len: int) -> None:
-        if self.options.off or self.config.ratio == 1:
+        if self.options.off:
             return
-        if self._scores is None:
+        scored = None if self._scores is None else self._scores.shape[1]
+        if scored is None and self.config.ratio < 1:
             raise OptionError("policy 'oracle' needs the name of the prompt's file of scores as kvplug.scores")
-        if self._scores.shape[1] != prompt_len:
-            scored = self._scores.shape[1]
+        if scored not in (None, prompt_len):
             raise OptionError(f"kvplug.scores: the file has scores of {scored} tokens, {prompt_len} are to be cut")
 
     @property
