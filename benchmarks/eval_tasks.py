@@ -6,7 +6,8 @@
 tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
 answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
 bootstrap interval over examples. With --multiquery policies cut the context before they see the question, which are the
-last meta["question_chars"] characters of the message: what they keep must serve any question.
+last meta["question_chars"] characters of the message: what they keep must serve any question. Runs of `oracle` find the
+scores of their prompts where `python -m benchmarks.oracle_scores` has put them, for the same examples.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.engine import GRAPHS, SHARED_GPU, engine, side_by_side
 from vllm_kvplug.eval.scoring import interval, relative
+from vllm_kvplug.policies.oracle import Oracle, scores_name
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
 """Policy and knobs by the name of a run."""
@@ -70,22 +72,16 @@ def context_tokens(tokenizer: Any, example: dict[str, Any]) -> int:
     return len(commonprefix([example["ids"], chat_ids(tokenizer, [*before, {**last, "content": context}])]))
 
 
-def scores(
-    llm: Any, tasks: Any, tokenizer: Any, asked: list[dict[str, Any]], context_first: bool = False
-) -> list[float]:
-    """context_first: contexts are cut before the questions are seen."""
+def answers(llm: Any, asked: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[Any]:
+    """Greedy answers as vLLM's CompletionOutputs. options: of each request, none if empty."""
     from vllm import SamplingParams
 
     prompts = [{"prompt_token_ids": e["ids"]} for e in asked]
-    marks = [{"kvplug.context_end": context_tokens(tokenizer, e)} if context_first else None for e in asked]
     params = [
-        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=mark)
-        for e, mark in zip(asked, marks, strict=True)
+        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=extra or None)
+        for e, extra in zip(asked, options, strict=True)
     ]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return [
-        tasks.score(e["task"], e["meta"], o.outputs[0].text, e["answer"]) for e, o in zip(asked, outputs, strict=True)
-    ]
+    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class Examination:
         return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only), args.at_once)
 
     @cached_property
-    def asked(self) -> tuple[Any, Any, list[dict[str, Any]]]:
+    def source(self) -> tuple[Any, Any, list[dict[str, Any]]]:
         """The module of tasks, the tokenizer, and the examples."""
         from transformers import AutoTokenizer
 
@@ -132,20 +128,41 @@ class Examination:
         tasks.TASKS = self.only or tasks.TASKS
         return tasks, tokenizer, examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of every run's engine."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "max_model_len": 2 * self.tokens,
+            "max_num_seqs": self.concurrent,
+            "max_num_batched_tokens": max(2048, self.tokens),
+            **GRAPHS,
+            **SHARED_GPU,
+        }
+
+    def options(self, policy: str | None, example: dict[str, Any]) -> dict[str, Any]:
+        """What a run under `policy` asks for with an example."""
+        found: dict[str, Any] = {}
+        if self.multiquery and policy is not None and policy not in WITHOUT_PROMPT_END:
+            found["kvplug.context_end"] = context_tokens(self.source[1], example)
+        if policy == Oracle.name:
+            found["kvplug.scores"] = scores_name(example["ids"])
+        return found
+
     def run(self, policy: str | None, knobs: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
         """Scores of the examples in an engine with this policy, and what that has counted."""
-        given: dict[str, Any] = {"dtype": self.dtype, "max_model_len": 2 * self.tokens, "max_num_seqs": self.concurrent}
-        given |= {"max_num_batched_tokens": max(2048, self.tokens), **GRAPHS, **SHARED_GPU}
-        if policy is not None:
-            given |= {"kv_policy": policy, "kv_policy_config": knobs, "disable_log_stats": False}
-        context_first = self.multiquery and policy is not None and policy not in WITHOUT_PROMPT_END
-        with engine(self.model, **given) as llm:
-            found = scores(llm, *self.asked, context_first)
-            return found, policy_counts(llm) if policy else {}
+        tasks, _, asked = self.source
+        given = {} if policy is None else {"kv_policy": policy, "kv_policy_config": knobs, "disable_log_stats": False}
+        with engine(**self.arguments, **given) as llm:
+            found = answers(llm, asked, [self.options(policy, e) for e in asked])
+            counted = policy_counts(llm) if policy else {}
+        pairs = zip(asked, found, strict=True)
+        return [tasks.score(e["task"], e["meta"], answer.text, e["answer"]) for e, answer in pairs], counted
 
     def measure(self, key: str, runs: Runs, out: Path) -> None:
         """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
-        asked = self.asked[-1]
+        asked = self.source[-1]
         names = [e["task"] for e in asked]
         picklable = replace(self)  # has no examples yet, and makes the same
         jobs = [partial(picklable.run, *given) for given in [(None, {}), *runs.values()]]

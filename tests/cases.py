@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from engine_tools import KV_HEADS, LAYERS
-from reference import HeteroCache, RandomKeep, Rule, SnapKV, Streaming
+from reference import Full, HeteroCache, RandomKeep, Rule, SnapKV, Streaming
 from reference_baselines import Duo, ExpectedAttention
 from reference_gated import WGKV, FastKVzip, Knorm
 from safetensors.torch import load_file
@@ -133,6 +133,16 @@ def fastkvzip(
     rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, **more)
     knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share, **more}
     return Case(f"fastkvzip-{ratio}-every-{every}-{allocation}", "fastkvzip", knobs, rule, gate=gate)
+
+
+def oracle() -> Case:
+    """With a budget for which it needs no scores; with scores: test_engine_oracle."""
+    return Case("oracle-1", "oracle", {"ratio": 1, "scores": str(Path(__file__).parent)}, Full())
+
+
+def rkv(budget: int) -> Case:
+    """With a budget that holds everything; with others: test_engine_rkv."""
+    return Case(f"rkv-{budget}", "rkv", {"decode_budget": budget}, Full())
 
 
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:

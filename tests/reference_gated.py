@@ -5,7 +5,7 @@ As `tests/reference.py`: slow, and written from the descriptions of the policies
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -161,6 +161,33 @@ class DecodeEviction(Watcher):
                 if len(stored) > even * len(group):
                     for t, i, h in set(stored) - choose(sorted(stored, key=rank_of), even * len(group), own):
                         self.layers[i].keep[h, t] = False
+
+
+@dataclass(frozen=True)
+class Oracle(Knorm):
+    """As Knorm, cut once, by scores that are known beforehand; what lies behind these is kept.
+
+    known: float32 [L, H, T], for a prompt of T tokens or, where it is computed again, of more. share: of the prompt,
+    for the window.
+    """
+
+    known: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    share: float = 0.02
+    protect: tuple[tuple[int, int], ...] = ()
+    context_end: int | None = None
+
+    def limits(self, tokens: int) -> tuple[int, Fraction]:
+        return Knorm(self.ratio, int(Fraction(str(self.share)) * tokens), self.every).limits(tokens)
+
+    def cuts(self, tokens: int) -> list[int]:
+        return [tokens]
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        scored = self.known.shape[2]
+        for layer, known in zip(layers, self.known, strict=True):
+            layer.gate[:, :scored] = known
+        safe = (*self.protect, (scored, tokens))
+        Knorm.cut(replace(self, protect=safe), layers, before, length, tokens)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import TWO_PIVOTS, duo, expected_attention, fastkvzip, heterocache, knorm, random_keep, snapkv, streaming
+from cases import (
+    TWO_PIVOTS,
+    duo,
+    expected_attention,
+    fastkvzip,
+    heterocache,
+    knorm,
+    oracle,
+    random_keep,
+    rkv,
+    snapkv,
+    streaming,
+)
 from engine_tools import (
     Ask,
     greedy,
@@ -36,6 +48,8 @@ CASES = [
     knorm(1, 16, 100, "uniform"),
     fastkvzip(1, 16, 100, allocation="layer"),
     heterocache("two-pivots", TWO_PIVOTS, 1),
+    oracle(),
+    rkv(1600),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool

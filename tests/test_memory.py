@@ -23,9 +23,11 @@ from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape,
 from vllm_kvplug.memory import Charges, Geometry
 from vllm_kvplug.placement import pool
 from vllm_kvplug.plan import Cuts, DecodeCuts, SharedPlan, ceil_div
+from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import QueryWindows
+from vllm_kvplug.worker.recent import RecentQueries
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry.of_rank(SHAPE, 0, torch.bfloat16, max_requests=7, max_tokens=5000)
@@ -48,6 +50,11 @@ def test_query_windows(window: int):
     for slot in range(memory.SPLIT_WINDOWS if window else 0):
         windows._buffer(slot)
     assert memory.query_window_bytes(window, GEOMETRY) == taken(windows.last, *windows._kept.values())
+
+
+@pytest.mark.parametrize("window", [0, 8])
+def test_recent_queries(window: int):
+    assert memory.recent_query_bytes(window, GEOMETRY) == taken(RecentQueries(GEOMETRY, window, CPU)._kept)
 
 
 def test_pivot_queries(tmp_path: Path):
@@ -146,7 +153,8 @@ def test_cuts_take_no_more_than_is_charged(cuts: Cuts, head_dim: int, monkeypatc
     monkeypatch.setattr(memory, "COPY_BYTES", 1 << 16)
     shape = replace(SHAPE, head_dim=head_dim)
     geometry = Geometry.of_rank(shape, 0, torch.float32, max_requests=1, max_tokens=2048)
-    policy = SimpleNamespace(cuts=lambda n: cuts, shares_budget=True, config=SimpleNamespace(request_knob=None))
+    config = SimpleNamespace(request_knob=None)
+    policy = SimpleNamespace(cuts=lambda n: cuts, shares_budget=True, gated=True, config=config)
     request, most = Request(cuts, geometry), 0
     for length in SharedPlan(shape, lambda n: cuts).cuts(cuts.prefill_end, 0, 2048):
         request.come_to(length, torch.rand(geometry.heads, length - request.length))
@@ -173,6 +181,18 @@ def test_gates_take_no_more_than_is_charged(kind: str, dtype: torch.dtype, tmp_p
         gate.score(1, key, torch.arange(tokens), projected)
     charged = tokens * policy.gate_scratch(heads, dtype.itemsize)
     assert 0.3 * charged <= peak.most <= charged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scoring_at_cuts_takes_no_more_than_is_charged(dtype: torch.dtype):
+    policy, tokens = make_policy("rkv", {}, SHAPE), 1500
+    queries = torch.randn(8, SHAPE.query_heads, SHAPE.head_dim, dtype=dtype)
+    keys = torch.randn(SHAPE.kv_heads, tokens, SHAPE.head_dim, dtype=dtype)
+    view = PromptView(queries, keys, 0, range(SHAPE.kv_heads), 1.0, keys)
+    with torch.inference_mode(), PeakMemory() as peak:
+        policy.score(view)
+    charged = tokens * SHAPE.kv_heads * memory.scoring_bytes(SHAPE.head_dim)
+    assert 0.4 * charged <= peak.most <= charged
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])

@@ -100,6 +100,21 @@ def test_what_a_policy_calls_the_prompt():
     assert RequestOptions(off=True, context_end=50).prefill_end(90) == 90, "nothing is dropped, so nothing is cut"
 
 
+# -------------------------------------------------------------------------------------------------- scores
+
+
+@pytest.mark.parametrize("value", [None, "0", "00ff", "a" * 64])
+def test_scores(value: str | None):
+    found = parse_options({"kvplug.scores": value})
+    assert found.scores == value and found.given() == ([] if value is None else ["kvplug.scores"])
+
+
+@pytest.mark.parametrize("value", ["", "../a", "a/b", "A", "g", "a" * 65, "a\n", 5, ["a"]], ids=repr)
+def test_scores_are_named_in_hexadecimal(value: Any):
+    with pytest.raises(OptionError, match="kvplug.scores must be up to 64 hexadecimal digits, got"):
+        parse_options({"kvplug.scores": value})
+
+
 # ------------------------------------------------------------------------------------------------- protect
 
 

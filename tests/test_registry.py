@@ -139,6 +139,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
     gate, write = str(save_sink_gate(tmp_path / "gate.safetensors", shape)), str(tmp_path / "write.safetensors")
     metadata = GateMetadata(model=ProfiledModel.of_shape(shape), gate=WriteGateShape(hidden=8), source="test", date="-")
     save_gate(write, WriteGate(shape.layers, shape.kv_heads, shape.head_dim, 8), metadata)
+    folder = str(tmp_path)
     return {
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
@@ -149,6 +150,8 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
             {"ratio": 1},
             {"window": 10_000, "allocation": "layer"},
         ],
+        "rkv": [{}, {"decode_budget": 16, "importance": 1}, {"importance": 0}],
+        "oracle": [{"scores": folder}, {"scores": folder, "ratio": 0.001, "window": 0}, {"scores": folder, "ratio": 1}],
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
@@ -203,6 +206,9 @@ def check_cuts(policy: Policy[Any]) -> None:
             assert cuts.admitted(n, heads) == most
             continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
+        if not policy.gated:
+            assert cuts.share == 1 and cuts.allocation == "uniform" and cuts.decode
+            continue
         lengths = [cut for cut in {cuts.next(m) for m in range(n)}]
         for cut in lengths:
             kept += cuts.kept(cut, heads)
@@ -218,9 +224,11 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
         policy = make_policy(name, knobs, TP_SHAPE)
         if not policy.evicts:
             continue
-        if policy.shares_budget:
+        if policy.gated:
             check_gate(policy, tokens)
             continue
+        if policy.shares_budget and tokens <= policy.query_window:
+            continue  # it is asked at the cuts of an answer, which come later
         window = min(policy.query_window, tokens)
         generator = torch.Generator().manual_seed(tokens)
         queries, keys = torch.randn(window, 6, 16, generator=generator), torch.randn(2, tokens, 16, generator=generator)

@@ -33,6 +33,7 @@ def check_request(
     if beyond:
         raise OptionError(f"kvplug.protect: the prompt has {prompt_len} tokens, a range ends at {beyond[0]}")
     served = policy.for_request(options)
+    served.check_prompt(options.prefill_end(prompt_len))
     whole, limit = _kept_whole(options, prompt_len), policy.config.max_request_budget
     if whole > share_of(limit, prompt_len):
         what = "kvplug.protect" if options.prefill_end(prompt_len) == prompt_len else "kvplug.context_end"

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from vllm_kvplug.components.redundancy import ROWS
 from vllm_kvplug.kernels.hopper import PART_INTS
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
@@ -68,7 +69,7 @@ class Geometry:
         return self.heads * PAGE * 2 * self.head_dim * self.dtype.itemsize
 
     def table_sizes(self, blocks: int, policy: Policy[Any]) -> TableSizes:
-        return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks, policy.shares_budget)
+        return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks, policy.gated)
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,10 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
     sizes = geometry.table_sizes(0, policy)
     scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize)
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
+    windows = recent_query_bytes if policy.shares_budget else query_window_bytes
     return Charges(
         tables=sizes.fixed_bytes() + places + plan_bytes,
-        queries=query_window_bytes(policy.query_window, geometry) + pivot_bytes(policy, geometry),
+        queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
         workspace=workspace_bytes(policy, geometry) + max_batch * scratch,
         per_block=sizes.bytes_per_block(),
@@ -119,8 +121,17 @@ def decode_plan_bytes(geometry: Geometry, rows: int, multiprocessors: int) -> in
 
 def query_window_bytes(window: int, geometry: Geometry) -> int:
     """The newest query of every request and of padding rows, and the windows of prompts that are split inside them."""
-    one = geometry.layers * geometry.query_heads * geometry.head_dim * geometry.dtype.itemsize
-    return (geometry.max_requests + 1 + SPLIT_WINDOWS * window) * one if window else 0
+    return (geometry.max_requests + 1 + SPLIT_WINDOWS * window) * query_bytes(geometry) if window else 0
+
+
+def recent_query_bytes(window: int, geometry: Geometry) -> int:
+    """The newest queries of every request and of padding rows, where they score answers."""
+    return (geometry.max_requests + 1) * window * query_bytes(geometry)
+
+
+def query_bytes(geometry: Geometry) -> int:
+    """A token's queries in all layers."""
+    return geometry.layers * geometry.query_heads * geometry.head_dim * geometry.dtype.itemsize
 
 
 def pivot_bytes(policy: Policy[Any], geometry: Geometry) -> int:
@@ -170,7 +181,13 @@ def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if policy.config.request_knob:  # a request with a larger budget may have a larger window
         served.append(policy.for_request(RequestOptions(budget=policy.config.max_request_budget)))
     tokens = max(_judged_tokens(one.cuts(g.max_tokens), g.max_tokens) for one in served)
-    return tokens * (g.heads * JUDGED_BYTES + g.kv_heads * 2 * g.head_dim * g.dtype.itemsize)
+    scored = 0 if policy.gated else scoring_bytes(g.head_dim)
+    return tokens * (g.heads * JUDGED_BYTES + g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + scored))
+
+
+def scoring_bytes(head_dim: int) -> int:
+    """What scoring a stored token takes in one head: its key in float32, and comparing some keys with all at a time."""
+    return 4 * 2 * head_dim + 20 * ROWS
 
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:

@@ -6,12 +6,13 @@ Over HTTP these are `vllm_xargs`, whose values are numbers, strings and flat lis
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 PREFIX = "kvplug."
-KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off", "kvplug.context_end")
+KEYS = ("kvplug.budget", "kvplug.protect", "kvplug.off", "kvplug.context_end", "kvplug.scores")
 
 MOST_RANGES = 64
 """Protected ranges of a request: each is a kernel launch per layer, in a step that others wait for."""
@@ -29,16 +30,24 @@ class RequestOptions:
     protect: ranges [start, end) of prompt tokens that no head may drop; ascending and disjoint.
     off: keep everything, as stock vLLM does.
     context_end: so many of the prompt's first tokens are cut before what follows is seen; None for all of them.
+    scores: name of a file with the prompt's scores, for a policy that does not make them itself.
     """
 
     budget: float | None = None
     protect: tuple[tuple[int, int], ...] = ()
     off: bool = False
     context_end: int | None = None
+    scores: str | None = None
 
     def given(self) -> list[str]:
         """Keys of the options that are not as they are for everyone."""
-        present = (self.budget is not None, bool(self.protect), self.off, self.context_end is not None)
+        present = (
+            self.budget is not None,
+            bool(self.protect),
+            self.off,
+            self.context_end is not None,
+            self.scores is not None,
+        )
         return [key for key, here in zip(KEYS, present, strict=True) if here]
 
     def protected(self, tokens: int) -> int:
@@ -65,6 +74,7 @@ def parse_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         _ranges(given.get("kvplug.protect")),
         _flag(given.get("kvplug.off")),
         _length(given.get("kvplug.context_end")),
+        _name(given.get("kvplug.scores")),
     )
     if options.off and options.budget is not None:
         raise OptionError("kvplug.off keeps everything: remove kvplug.budget")
@@ -101,6 +111,13 @@ def _length(value: Any) -> int | None:
     if length < 1:
         raise OptionError(f"kvplug.context_end must be a number of tokens, at least 1, got {value!r}")
     return length
+
+
+def _name(value: Any) -> str | None:
+    """Hexadecimal, so that no name leads out of a folder."""
+    if value is None or (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,64}", value)):
+        return value
+    raise OptionError(f"kvplug.scores must be up to 64 hexadecimal digits, got {value!r}")
 
 
 def _ranges(value: Any) -> tuple[tuple[int, int], ...]:

@@ -84,26 +84,40 @@ def chunk_scores(query: Tensor, key: Tensor, before: int, first: int, last: int,
 
 
 @torch.no_grad()
-def reconstruction_targets(model: PreTrainedModel, frame: Frame, context: Tensor, chunk: int) -> Tensor:
-    """context [T] -> float32 [L, H, T] in [0, 1], on the CPU."""
-    place, scores = (0, 0), dict[int, Tensor]()
+def attention_paid(
+    model: PreTrainedModel, cache: DynamicCache, new: Tensor, before: int, first: int, last: int
+) -> Tensor:
+    """Most attention that `new` tokens [q] pay those at first..last in the cache, as in `chunk_scores`.
+
+    float32 [L, H, last - first], on the CPU. The cache holds the new tokens too, afterwards.
+    """
+    scores = dict[int, Tensor]()
 
     def attend(module, query, key, value, attention_mask, scaling=None, **kwargs):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         grouped = query[0].unflatten(0, (key.shape[1], -1))
-        scores[module.layer_idx] = chunk_scores(grouped, key[0], len(frame.before), *place, scale).cpu()
+        scores[module.layer_idx] = chunk_scores(grouped, key[0], before, first, last, scale)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
+    with attention_replaced(model, "kvplug_attention_paid", attend):
+        model.base_model(new[None].to(model.device), past_key_values=cache, use_cache=True)
+    return torch.stack([scores[layer] for layer in sorted(scores)]).cpu()
+
+
+@torch.no_grad()
+def reading(model: PreTrainedModel, tokens: Tensor) -> DynamicCache:
+    """The cache of a model that has read `tokens` [T]."""
     cache = DynamicCache(config=model.config)
-    read = torch.cat([frame.before, context]).to(model.device)
-    model.base_model(read[None], past_key_values=cache, use_cache=True)
-    found = []
-    with attention_replaced(model, "kvplug_reconstruction", attend):
-        for first, last, repetition in frame.repetitions(context, chunk):
-            place = (len(frame.before) + first, len(frame.before) + last)
-            model.base_model(repetition[None].to(model.device), past_key_values=cache, use_cache=True)
-            cache.crop(-len(repetition))
-            found.append(torch.stack([scores[layer] for layer in sorted(scores)]))
+    model.base_model(tokens[None].to(model.device), past_key_values=cache, use_cache=True)
+    return cache
+
+
+def reconstruction_targets(model: PreTrainedModel, frame: Frame, context: Tensor, chunk: int) -> Tensor:
+    """context [T] -> float32 [L, H, T] in [0, 1], on the CPU."""
+    cache, before, found = reading(model, torch.cat([frame.before, context])), len(frame.before), []
+    for first, last, repetition in frame.repetitions(context, chunk):
+        found.append(attention_paid(model, cache, repetition, before, before + first, before + last))
+        cache.crop(-len(repetition))
     return torch.cat(found, dim=-1)
 
 

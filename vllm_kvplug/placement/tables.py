@@ -77,6 +77,7 @@ class PageTables:
         self.positions = torch.full((sizes.blocks * heads + 1, PAGE), -1, dtype=torch.int32, device=device)
         scored = self.positions.shape if sizes.scored else (0, PAGE)
         self.scores = torch.zeros(scored, dtype=torch.float32, device=device)
+        self.of_tokens = (self.positions, self.scores) if sizes.scored else (self.positions,)
         self._free_chunks = torch.arange(chunks + 1, dtype=torch.int32, device=device)
         self._num_free = torch.tensor(chunks, device=device)
         # A request's blocks are those that its last shrinking left, and its row's from `first_row` on.
@@ -280,7 +281,7 @@ class PageTables:
         target = live[holes[order].clamp_max(room - 1) // heads] * heads + holes[order] % heads
         self.chunks[torch.where(moves, chunk, self.sizes.chunks), entry % CHUNK] = target.int()
         trash = self.positions.shape[0] - 1
-        for of_tokens in (self.positions, self.scores) if self.sizes.scored else (self.positions,):
+        for of_tokens in self.of_tokens:
             of_tokens[torch.where(moves, target, trash)] = of_tokens[page]
         pairs = torch.zeros((2, room + 1), dtype=torch.int64, device=device)
         pairs[:, order.flatten()] = torch.stack([page.flatten(), target.flatten()])

@@ -54,11 +54,11 @@ class LocalWindow:
 
 @dataclass(frozen=True)
 class PromptView:
-    """What a scorer sees of one layer when a prompt is complete.
+    """What a scorer sees of one layer when a prompt is complete, or of a request at a cut of its answer.
 
-    queries: [window, query heads of the rank, head_dim], the prompt's last queries after RoPE, oldest
+    queries: [window, query heads of the rank, head_dim], the last queries after RoPE, oldest
         first; window is the policy's `query_window`, or the whole prompt where that is shorter.
-    keys: [KV heads of the rank, tokens, head_dim], after RoPE.
+    keys: [KV heads of the rank, tokens, head_dim], after RoPE, of what each head stores, in order.
     layer: index of the layer. heads: global index of each KV head of the rank. scale: softmax scale.
     values: as keys.
     """
@@ -125,9 +125,10 @@ class Policy(ABC, Generic[ConfigT]):
     (eviction). A class that overrides `kept` has it cut once, when it is complete: every head keeps the
     `kept(n)[layer][head]` tokens that `score` ranks highest. A class that overrides `cuts` and `make_gate` has it cut
     as it comes in, and its heads share one budget: the tokens that the gate scored highest stay, whichever heads they
-    are of. With a `local` window as well (admission) the gate's threshold decides what is seen and stored beyond it,
-    and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that were
-    cut get other prompt tokens back from the host later (offload).
+    are of. One that overrides `cuts` and `score` has all that is stored scored anew at the cuts of the answer; its
+    other cuts drop nothing. With a `local` window as well as a gate (admission) the gate's threshold decides what is
+    seen and stored beyond it, and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a
+    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -155,7 +156,7 @@ class Policy(ABC, Generic[ConfigT]):
         raise NotImplementedError
 
     def score(self, view: PromptView) -> torch.Tensor:
-        """Rank of every prompt token for every head, float32 [KV heads of the rank, tokens].
+        """Rank of every token for every head, float32 [KV heads of the rank, tokens].
 
         Higher is kept; +inf is kept before all others; ties go to the earlier token.
         """
@@ -184,10 +185,20 @@ class Policy(ABC, Generic[ConfigT]):
     def check_budget(self) -> None:
         """Raises PolicyError if the budget in `config` cannot be met by any prompt."""
 
+    def check_prompt(self, prompt_len: int) -> None:
+        """Raises OptionError if `options` do not go with a prompt of `prompt_len` tokens to cut."""
+        if self.options.scores is not None:
+            raise OptionError(f"policy '{self.name}' takes no scores of others: remove kvplug.scores")
+
     @property
     def shares_budget(self) -> bool:
         """Whether heads share a budget; of the class, whatever a request's options are."""
         return type(self).cuts is not Policy.cuts
+
+    @property
+    def gated(self) -> bool:
+        """Whether tokens are scored once, when they come in."""
+        return type(self).make_gate is not Policy.make_gate
 
     @property
     def evicts(self) -> bool:

@@ -10,17 +10,24 @@ from vllm_kvplug.components.allocators import even_parts, top_shared
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import Cuts, SharedPlan
+from vllm_kvplug.policies.base import PromptView
+from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
 
+LOWEST = torch.finfo(torch.float32).min
+
 
 class Cutter:
-    """Judges a request's tokens by their scores, and gives pages back. No host synchronisation."""
+    """Judges a request's tokens by their scores, and gives pages back. No host synchronisation.
 
-    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables):
-        self.geometry, self.pool, self.tables = geometry, pool, tables
+    recent: the queries that score stored tokens, of policies without a gate.
+    """
+
+    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, recent: RecentQueries | None = None):
+        self.geometry, self.pool, self.tables, self.recent = geometry, pool, tables, recent
 
     def cut(self, request: LiveRequest, cut: int) -> None:
         """Between steps, when the request has come to `cut` tokens."""
@@ -61,14 +68,15 @@ class Cutter:
     ) -> torch.Tensor:
         """A decoding request's cut: everything it stores, down to `stored` tokens. Returns the heads' new lengths."""
         assert cuts.decode is not None
-        index = torch.arange(cut, device=lengths.device)
+        index = torch.arange(self._most(request, cut), device=lengths.device)
         there = index < lengths[:, None]
         where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
         position = self.tables.positions.view(-1)[where]
         safe = (position < cuts.decode.sinks) | (position >= cut - cuts.decode.recent)
         for first, last in cuts.protect:
             safe |= (position >= first) & (position < last)
-        scores = self._scores(where).masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+        scores = self._scores(where) if request.policy.gated else self._scored_now(request, cut, where)
+        scores = scores.masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
         return self._compact(where, self._best(scores, cuts, cut, stored, stored))
 
     def _best(self, scores: torch.Tensor, cuts: Cuts, cut: int, kept: int, stored: int) -> torch.Tensor:
@@ -88,8 +96,23 @@ class Cutter:
 
     def _scores(self, stored: torch.Tensor) -> torch.Tensor:
         """Finite whatever the gate said: nothing ties with what must stay or is not there. NaN is lowest. A copy."""
-        lowest = torch.finfo(torch.float32).min
-        return self.tables.scores.view(-1)[stored].nan_to_num_(nan=lowest)
+        return self.tables.scores.view(-1)[stored].nan_to_num_(nan=LOWEST)
+
+    def _scored_now(self, request: LiveRequest, cut: int, stored: torch.Tensor) -> torch.Tensor:
+        """As `_scores`, by the policy and the request's newest queries; no token slot is -1."""
+        assert self.recent is not None
+        g, scores = self.geometry, []
+        for layer, slots in enumerate(stored.split(g.kv_heads)):
+            queries, (keys, values) = self.recent.of(request.slot, layer, cut), self.pool.gather(slots)
+            view = PromptView(queries, keys, layer, g.head_range, g.scale, values)
+            scores.append(request.policy.score(view).nan_to_num_(nan=LOWEST))
+        return torch.cat(scores)
+
+    def _most(self, request: LiveRequest, cut: int) -> int:
+        """Most tokens that a head stores at a cut of an answer. Without a gate heads store equally many."""
+        assert isinstance(request.plan, SharedPlan)
+        even = request.plan.stored_at(request.prefill_end, cut) // self.geometry.heads
+        return cut if request.policy.gated else even
 
     def _compact(self, stored: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Move the tokens that are kept, bool [heads, tokens], to the front of `stored`, token slots, in their order.
@@ -108,6 +131,6 @@ class Cutter:
         for layer in range(self.geometry.layers):  # a layer's tokens at a time: they are read before they are written
             rows = slice(layer * self.geometry.kv_heads, (layer + 1) * self.geometry.kv_heads)
             self.pool.copy_tokens(source[rows].flatten().clamp_min(0), target[rows].flatten().clamp_min(0))
-        for of_tokens in (self.tables.positions, self.tables.scores):
+        for of_tokens in self.tables.of_tokens:
             flat = of_tokens.view(-1)  # its last entries are nobody's
             flat[target] = flat[source]

@@ -27,6 +27,7 @@ from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
+from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.step import PrefillRow, Step
@@ -66,7 +67,9 @@ class Runtime:
         self._decoding: list[tuple[LiveRequest, int]] = []
         self._due: list[tuple[LiveRequest, int, int]] = []
         self._make_gate()
-        self.windows = QueryWindows(self.geometry, self.policy.query_window, self.device)
+        at_cuts, window = self.policy.shares_budget, self.policy.query_window
+        self.windows = QueryWindows(self.geometry, 0 if at_cuts else window, self.device)
+        self.recent = RecentQueries(self.geometry, window if at_cuts else 0, self.device)
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
@@ -77,7 +80,7 @@ class Runtime:
     def _make_gate(self) -> None:
         """The gate, room for what it makes of a step's hidden states, and which layers' it gets to see."""
         g, policy = self.geometry, self.policy
-        self.gate = policy.make_gate(g.head_range, g.dtype, self.device) if policy.shares_budget else None
+        self.gate = policy.make_gate(g.head_range, g.dtype, self.device) if policy.gated else None
         columns = policy.gate_columns(g.kv_heads)
         shape = (self.max_batch, columns)
         self.projected = torch.zeros(shape, dtype=g.dtype, device=self.device) if columns else None
@@ -103,7 +106,7 @@ class Runtime:
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self.prompt_end = PromptEnd(g, self.pool, self.tables)
         local = self.policy.local
-        self.cutter = Cutter(g, self.pool, self.tables) if local is None else None
+        self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
         self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
@@ -310,7 +313,8 @@ class Runtime:
         self.in_step = False
 
     def _begin_decode(self, request: LiveRequest, length: int, row: int, block_rows: torch.Tensor) -> int:
-        """Before a row of one token runs: land what is due. Returns the place of its query in the drift window.
+        """Before a row of one token runs: land what is due. Returns the place of its query in the drift window, or
+        among the newest ones.
 
         The row may be a prompt's: a chunk of one token.
         """
@@ -319,7 +323,7 @@ class Runtime:
             if length <= request.prefill_end:
                 request.row = block_rows[row : row + 1]
         if self.retriever is None:
-            return 0
+            return (length - 1) % self.recent.window if self.recent.window else 0
         if length > request.prefill_end:
             self.retriever.before_decode(request, length)
         return (length - request.prompt_len - 1) % self.retriever.retrieval.window
@@ -351,6 +355,7 @@ class Runtime:
     def record_decodes(self, step: Step, layer: int, query: torch.Tensor) -> None:
         """Keep what scorers and drift checks need of the decode rows' queries. Safe inside a captured graph."""
         self.windows.record_decodes(step.row_slot, layer, query)
+        self.recent.record_decodes(step.row_slot, step.phase, layer, query)
         if self.pivots:
             self.pivots.record(step.row_slot, step.phase, layer, query)
 
@@ -362,6 +367,7 @@ class Runtime:
         Behind a context nothing of that is left to do, but pivots are watched.
         """
         request = self.live[row.request_id]
+        self.recent.record_chunk(row.slot, row.end, layer, query)
         if not request.cut_at_end:
             return
         if row.start >= request.prefill_end:
