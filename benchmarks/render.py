@@ -54,10 +54,9 @@ def section() -> str:
 
 
 def task_table(m: Metrics, parts: list[dict[str, Any]]) -> list[str]:
-    tasks = next((p for p in parts if p["name"].startswith("eval1024")), None)
-    if tasks is None:
+    rows = {row["run"]: row for part in parts if part["name"].startswith("eval1024") for row in part["rows"]}
+    if "full" not in rows:
         return []
-    rows = {row["run"]: row for row in tasks["rows"]}
     count = m["eval1024.examples"] / len(TASKS)
     lines = [
         f"SmolLM2-135M trained for these tasks, about {rows['full']['prompt_tokens']:.0f} prompt tokens, {count:.0f} "
@@ -80,11 +79,16 @@ def gate_note(m: Metrics) -> str:
     if "eval4096.keep40.rel" not in m:
         return ""
     low, high = m["eval4096.keep40.rel_low"], m["eval4096.keep40.rel_high"]
+    smaller = "".join(
+        f"; {percent}%: {m[f'{key}.rel']:.3f} ({m[f'{key}.rel_low']:.3f} to {m[f'{key}.rel_high']:.3f})"
+        for percent in (30, 20)
+        if f"{(key := f'eval4096.keep{percent}')}.rel" in m
+    )
     return (
         f"- **A trained gate.** The same tasks at 4,096 tokens, {m['eval4096.examples'] / len(TASKS):.0f} examples each: "
         f"`fastkvzip` keeps 40% of the prompt and "
-        f"{m['eval4096.keep40.rel']:.3f} ({low:.3f} to {high:.3f}) of full attention's score, with the gate that comes "
-        "with the project (there in 8 bits, here in bfloat16). On held-out tokens the gate "
+        f"{m['eval4096.keep40.rel']:.3f} ({low:.3f} to {high:.3f}) of full attention's score with the gate that comes "
+        f"with the project (measured before that was put into 8 bits){smaller}. On held-out tokens the gate "
         f"ranks like its target with a correlation of {m['gate.rank_correlation']:.2f}, and finds "
         f"{m['gate.recall30']:.0%} of the target's top 30%."
     )
