@@ -44,15 +44,6 @@ cudaError_t launch_early(void (*kernel)(Args...), int blocks, int threads, int s
   return cudaLaunchKernelEx(&config, kernel, Args(args)...);
 }
 
-// Stands between a plan and the attention that reads it before the kernel in front of it is over.
-__global__ void settle_kernel() {}
-
-inline cudaError_t launch_decode_plan(const PlanArgs& args, int layers, cudaStream_t stream) {
-  decode_plan_kernel<<<layers, kPlanThreads, 0, stream>>>(args);
-  settle_kernel<<<1, 1, 0, stream>>>();
-  return cudaGetLastError();
-}
-
 template <typename T, int D, bool kFp8>
 cudaError_t launch_decode_attention(const DecodeArgs& args, const CUtensorMap& map, int blocks, cudaStream_t stream) {
   const auto kernel = decode_attention_kernel<T, D, kFp8>;

@@ -1,0 +1,133 @@
+// How decode_attention.cuh puts together what warps and blocks have found for one head. Free of torch headers.
+#pragma once
+
+#include "decode_pages.cuh"
+
+namespace kvplug {
+
+// Softmax sums of two parts, put together: the largest score, the sum of exponentials, and weighted values.
+struct Sums {
+  float peak = -INFINITY, total = 0.f;
+  float4 value = {};
+
+  __device__ void add(float2 sums, float4 other) {
+    const float most = fmaxf(peak, sums.x), shift = most == -INFINITY ? 0.f : most;
+    const float mine = exp2f(peak - shift), theirs = exp2f(sums.x - shift);
+    peak = most;
+    total = total * mine + sums.y * theirs;
+    value.x = value.x * mine + other.x * theirs;
+    value.y = value.y * mine + other.y * theirs;
+    value.z = value.z * mine + other.z * theirs;
+    value.w = value.w * mine + other.w * theirs;
+  }
+};
+
+// Results of the warps of a block, or of several blocks, put together. A thread takes four dims of a query head.
+template <typename T, int D, bool kFp8>
+struct Gather {
+  using Layout = PageLayout<D, kFp8>;
+  static constexpr int kQuads = D / 4;
+  const DecodeArgs& args;
+  float* results;  // in shared memory: [warps, group, kPitch], or [turns, group, D]
+  float2* sums;    // [warps or turns, 8]
+  int* last;       // whether this block is the last to finish an item
+
+  // After all warps have stored: finishes a head that lies in this part alone, or leaves its partial result.
+  __device__ void finish(const Segments& segment, int share) const {
+    const int first_block = segment.begin / share, blocks = (segment.end - 1) / share - first_block + 1;
+    const int64_t place = (2 * blockIdx.x + (segment.base > 0)) * static_cast<int64_t>(args.group);
+    for (int quad = threadIdx.x; quad < args.group * kQuads; quad += Layout::kThreads) {
+      const int head = quad / kQuads, dim = quad % kQuads * 4;
+      Sums of_block;
+#pragma unroll
+      for (int warp = 0; warp < Layout::kWarps; ++warp) {
+        of_block.add(sums[warp * kMostGroup + head],
+                     *reinterpret_cast<float4*>(&results[(warp * args.group + head) * Layout::kPitch + dim]));
+      }
+      if (blocks == 1) {
+        write(segment.item, head, dim, of_block);
+      } else {
+        *reinterpret_cast<float4*>(&args.partial[(place + head) * D + dim]) = of_block.value;
+        if (dim == 0) args.sums[place + head] = make_float2(of_block.peak, of_block.total);
+      }
+    }
+    if (blocks == 1) return;
+    __syncthreads();
+    if (threadIdx.x == 0) *last = add_in_order(&args.arrived[segment.item], 1) == blocks - 1;
+    __syncthreads();
+    if (*last) {
+      combine(segment.item, first_block, blocks, segment.begin % share == 0);
+      if (threadIdx.x == 0) args.arrived[segment.item] = 0;
+    }
+  }
+
+  // The partial results of all blocks that share an item; the first has it at the begin of its part, or not. Threads
+  // beyond one for every four dims take turns with the blocks.
+  __device__ void combine(int item, int first_block, int blocks, bool at_begin) const {
+    const int quads = args.group * kQuads, turns = min(max(Layout::kThreads / quads, 1), kMostTurns);
+    const int turn = threadIdx.x / quads;
+    for (int quad = threadIdx.x % quads; turn < turns && quad < quads; quad += Layout::kThreads) {
+      const int head = quad / kQuads, dim = quad % kQuads * 4;
+      Sums of_turn;
+#pragma unroll 8
+      for (int block = turn; block < blocks; block += turns) {
+        const int64_t place = (2 * (first_block + block) + (block == 0 && !at_begin)) * static_cast<int64_t>(args.group);
+        of_turn.add(__ldcg(&args.sums[place + head]),
+                    __ldcg(reinterpret_cast<const float4*>(&args.partial[(place + head) * D + dim])));
+      }
+      *reinterpret_cast<float4*>(&results[(turn * args.group + head) * D + dim]) = of_turn.value;
+      if (dim == 0) sums[turn * kMostGroup + head] = make_float2(of_turn.peak, of_turn.total);
+    }
+    __syncthreads();
+    for (int quad = threadIdx.x; quad < quads; quad += Layout::kThreads) {
+      const int head = quad / kQuads, dim = quad % kQuads * 4;
+      Sums all;
+      for (int i = 0; i < turns; ++i) {
+        all.add(sums[i * kMostGroup + head], *reinterpret_cast<float4*>(&results[(i * args.group + head) * D + dim]));
+      }
+      write(item, head, dim, all);
+    }
+  }
+
+  __device__ void write(int item, int group_head, int dim, const Sums& found) const {
+    const int kv_head = item % args.heads;
+    const float factor = args.scales ? args.scales[args.heads + kv_head] : 1.f;
+    const float values[4] = {found.value.x, found.value.y, found.value.z, found.value.w};
+    T* out = static_cast<T*>(args.out) + item / args.heads * args.out_row +
+             (static_cast<int64_t>(kv_head) * args.group + group_head) * args.out_head + dim;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = narrow<T>(values[i] / found.total * factor);
+  }
+};
+
+// Items that store nothing, padding rows among them, lie in no part: their results are zeros. Warps take turns.
+template <typename T, int D>
+struct EmptyItems {
+  const DecodeArgs& args;
+  int item;
+  bool empty;
+
+  // Looks at the warp's first item; one is all that most launches have for a warp.
+  __device__ explicit EmptyItems(const DecodeArgs& a)
+      : args(a), item(blockIdx.x + gridDim.x * (threadIdx.x / 32)), empty(is_empty()) {}
+
+  __device__ bool is_empty() const {
+    return item < args.rows * args.heads && args.starts[item] == args.starts[item + 1];
+  }
+
+  __device__ void fill() {
+    while (item < args.rows * args.heads) {
+      if (empty) {
+        T* out = static_cast<T*>(args.out) + item / args.heads * args.out_row +
+                 static_cast<int64_t>(item % args.heads) * args.group * args.out_head;
+        for (int i = threadIdx.x % 32; i < args.group * D; i += 32) {
+          out[i / D * args.out_head + i % D] = narrow<T>(0.f);
+        }
+      }
+      item += gridDim.x * (blockDim.x / 32);
+      empty = is_empty();
+    }
+  }
+};
+
+}  // namespace kvplug
