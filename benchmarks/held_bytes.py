@@ -57,10 +57,10 @@ def foreign_pages(llm: Any) -> tuple[int, int]:
     return sum(p % heads // per_layer != h // per_layer for h, p in pages), len(pages)
 
 
-def most_running(llm: Any, asked: list[list[int]]) -> int:
+def most_running(llm: Any, asked: list[list[int]], new_tokens: int = 64) -> int:
     """Most requests that decode together when all are submitted at once."""
     for i, prompt in enumerate(asked):
-        start(llm, f"r{i}", prompt, 64)
+        start(llm, f"r{i}", prompt, new_tokens)
     most = 0
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()

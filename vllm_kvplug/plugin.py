@@ -235,8 +235,9 @@ def publish_metrics() -> None:
     @functools.wraps(record)
     def record_with_ours(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         record(self, scheduler_stats, *args, **kwargs)
-        if self.kvplug is not None and scheduler_stats is not None:
-            self.kvplug.record(compat.policy_stats(scheduler_stats), kwargs.get("engine_idx", 0))
+        metrics = getattr(self, "kvplug", None)  # a stock engine may have been there before the first policy was
+        if metrics is not None and scheduler_stats is not None:
+            metrics.record(compat.policy_stats(scheduler_stats), kwargs.get("engine_idx", 0))
 
     setattr(Logger, init.__name__, init_with_ours)
     setattr(Logger, record.__name__, record_with_ours)

@@ -1,0 +1,230 @@
+"""Speed and memory of engines on one GPU, under a policy and in stock vLLM, in the same run.
+
+    python -m benchmarks.gpu_engine MODEL --out FILE [--cases decode tax concurrency saturated] [--engines keep20 ...]
+
+Random weights do: MODEL may be a folder with a config.json alone. Every engine has processes of its own, one after
+another but for `tax`, where requests of two engines alternate.
+
+    decode       seconds to the last first token of a batch, and milliseconds per output token from then on
+    tax          with budgets that keep everything, time per output token and to the first one, relative to stock
+    concurrency  requests of --longest tokens that vLLM says fit, and how many of a quarter of that length really decode
+                 together in a quarter of the pool; relative to stock
+    saturated    output tokens per second of --saturated requests at once, prompts' own time taken off
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import traceback
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import report
+from benchmarks.engine import GRAPHS, apart, engine, scheduler
+from benchmarks.held_bytes import most_running
+
+KEEP20 = {"kv_policy": "synthetic", "kv_policy_config": {"ratio": 0.2}}
+KEEP100 = {"kv_policy": "synthetic", "kv_policy_config": {"ratio": 1.0, "full_heads": 1.0}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock.bf16": {},
+    "stock.fp8": {"kv_cache_dtype": "fp8"},
+    "keep20.bf16": KEEP20,
+}
+OUTPUT_TOKENS = 65
+CHUNK = 16_384
+COMMON: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "max_num_batched_tokens": CHUNK,
+    "max_num_seqs": 32,
+    "gpu_memory_utilization": 0.9,
+    "disable_log_stats": False,
+    **GRAPHS,
+}
+Found = tuple[dict[str, float], list[dict[str, Any]]]
+"""Metrics and rows."""
+
+
+def prompts(tokens: int, count: int) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": [(7 * i + 13 * j) % 250 + 5 for i in range(tokens)]} for j in range(count)]
+
+
+def run(llm: Any, tokens: int, count: int, outputs: int = OUTPUT_TOKENS) -> list[Any]:
+    """vLLM's times of `count` requests at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+    return [output.metrics for output in llm.generate(prompts(tokens, count), params, use_tqdm=False)]
+
+
+def times(llm: Any, tokens: int, count: int) -> tuple[float, float]:
+    """Seconds until the last prompt was done, and milliseconds per output token from then on.
+
+    Earlier requests of a batch decode while later prompts are computed; only what comes after counts.
+    """
+    stats = run(llm, tokens, count)
+    last = max(stats, key=lambda s: s.first_token_ts)
+    begun = min(s.scheduled_ts for s in stats)
+    return last.first_token_ts - begun, 1000 * (last.last_token_ts - last.first_token_ts) / (OUTPUT_TOKENS - 1)
+
+
+def shape(text: str) -> tuple[int, int]:
+    tokens, count = text.split("x")
+    return int(tokens), int(count)
+
+
+def metric(name: str, text: str) -> str:
+    """As `decode.131072x1.keep20.bf16` and `stock.131072x1.bf16`."""
+    kind, pages = name.split(".")
+    return f"stock.{text}.{pages}" if kind == "stock" else f"decode.{text}.{kind}.{pages}"
+
+
+def decode(model: str, common: dict[str, Any], name: str, shapes: list[str]) -> Found:
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    longest = max(shape(s)[0] for s in shapes) + OUTPUT_TOKENS
+    with engine(model, **common, max_model_len=longest, **ENGINES[name]) as llm:
+        run(llm, min(1000, longest - OUTPUT_TOKENS), 1)  # compiles what is left to compile
+        for text in shapes:
+            prefill, tpot = times(llm, *shape(text))
+            key = metric(name, text)
+            metrics |= {f"{key}.tpot_ms": round(tpot, 3), f"{key}.prefill_s": round(prefill, 4)}
+            rows.append({"case": "decode", "engine": name, "shape": text, "tpot_ms": tpot, "prefill_s": prefill})
+            print(rows[-1], flush=True)
+    return metrics, rows
+
+
+def tax(model: str, common: dict[str, Any], lengths: list[int], repeats: int) -> Found:
+    """Medians of single requests, of which stock's and the policy's alternate."""
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    shared = common | {"max_model_len": max(lengths) + OUTPUT_TOKENS, "gpu_memory_utilization": 0.4}
+    with engine(model, **shared) as stock, engine(model, **shared, **KEEP100) as ours:
+        for tokens in lengths:
+            found: dict[str, list[tuple[float, float]]] = {"stock": [], "keep100": []}
+            for i in range(repeats + 2):
+                for name, llm in (("stock", stock), ("keep100", ours)):
+                    once = times(llm, tokens, 1)
+                    if i >= 2:
+                        found[name].append(once)
+            (ttft, tpot), (ttft_ours, tpot_ours) = (
+                [median(column) for column in zip(*one, strict=True)] for one in found.values()
+            )
+            metrics |= {f"tax.{tokens}.ttft_ratio": ttft_ours / ttft, f"tax.{tokens}.tpot_ratio": tpot_ours / tpot}
+            rows.append({"case": "tax", "tokens": tokens, "ttft_s_and_tpot_ms": found})
+            print(tokens, ttft, ttft_ours, tpot, tpot_ours, flush=True)
+    return metrics, rows
+
+
+def concurrency(model: str, common: dict[str, Any], name: str, longest: int) -> Found:
+    """Reported by vLLM for requests of `longest` tokens, and really decoding together at a quarter of it all."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is looked at
+    given = common | ENGINES[name]
+    with engine(model, **given | {"max_model_len": longest}) as llm:
+        config = scheduler(llm).kv_cache_config
+        reported = get_max_concurrency_for_kv_cache_config(llm.llm_engine.vllm_config, config)
+        blocks = config.num_blocks
+    short = longest // 4
+    with engine(model, **given | {"max_model_len": short, "num_gpu_blocks_override": blocks // 4}) as llm:
+        asked = [p["prompt_token_ids"] for p in prompts(short - 600, int(reported * 1.2) + 2)]
+        running = most_running(llm, asked, 512)
+    row = {"case": "concurrency", "engine": name, "tokens": longest, "reported": reported, "blocks": blocks}
+    row |= {"decoding_together": running, "gpu_bytes": gpu_bytes()}
+    print(row, flush=True)
+    return {}, [row]
+
+
+def saturated(model: str, common: dict[str, Any], name: str, tokens: int, count: int, outputs: int) -> Found:
+    with engine(model, **common, max_model_len=tokens + outputs, **ENGINES[name]) as llm:
+        prompt_s, _ = times(llm, tokens, 1)
+        stats = run(llm, tokens, count, outputs)
+    whole = max(s.last_token_ts for s in stats) - min(s.scheduled_ts for s in stats)
+    speed = count * outputs / (whole - count * prompt_s)
+    row = {"case": "saturated", "engine": name, "shape": f"{count}x{tokens}", "tok_s": speed}
+    row |= {"end_to_end_s": whole, "one_prompt_s": prompt_s}
+    print(row, flush=True)
+    return {}, [row]
+
+
+def gpu_bytes() -> int | None:
+    """What nvidia-smi counts as used on the whole GPU; None without one."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def ratios(rows: list[dict[str, Any]], saturated_shape: str, longest: int) -> dict[str, float]:
+    """Metrics that compare engines."""
+    by_case = {(row["case"], row["engine"]): row for row in rows if row.get("case") in ("concurrency", "saturated")}
+    metrics: dict[str, float] = {}
+    for (case, name), row in by_case.items():
+        kind, pages = name.split(".")
+        stock = {p: by_case.get((case, f"stock.{p}")) for p in ("bf16", "fp8")}
+        if kind == "stock":
+            continue
+        if case == "concurrency" and (other := stock[pages]):
+            key = f"concurrency.{longest}.{kind}.{pages}_ratio"
+            metrics[key] = row["reported"] / other["reported"]
+            metrics[f"{key}_decoding"] = row["decoding_together"] / other["decoding_together"]
+        if case == "saturated":
+            metrics |= {
+                f"saturated.{saturated_shape}.{kind}.{pages}.tok_s_vs_stock_{p}": row["tok_s"] / other["tok_s"]
+                for p, other in stock.items()
+                if other
+            }
+    return metrics
+
+
+def jobs(args: argparse.Namespace, common: dict[str, Any]) -> Iterator[partial[Found]]:
+    for case in args.cases:
+        if case == "tax":
+            yield partial(tax, args.model, common, args.tax, args.repeats)
+        for name in args.engines if case != "tax" else []:
+            if case == "decode":
+                yield partial(decode, args.model, common, name, args.shapes)
+            if case == "concurrency":
+                yield partial(concurrency, args.model, common, name, args.longest)
+            if case == "saturated":
+                count, tokens = shape(args.saturated)
+                yield partial(saturated, args.model, common, name, tokens, count, args.outputs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cases", nargs="+", default=["decode", "tax", "concurrency", "saturated"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--shapes", nargs="+", default=["131072x1", "32768x8", "220000x1"], help="TOKENSxREQUESTS")
+    parser.add_argument("--tax", type=int, nargs="+", default=[1000, 16_384], metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--longest", type=int, default=131_072, metavar="TOKENS")
+    parser.add_argument("--saturated", default="32x65536", metavar="REQUESTSxTOKENS")
+    parser.add_argument("--outputs", type=int, default=512, metavar="TOKENS")
+    args = parser.parse_args()
+    metrics: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for job in jobs(args, COMMON | {"dtype": args.dtype}):
+        try:
+            found, more = apart(job)
+            metrics |= found
+            rows += more
+        except Exception:  # one engine that fails must not hide the others
+            rows.append({"job": job.func.__name__, "error": traceback.format_exc()[-600:]})
+            print(rows[-1], flush=True)
+        report.write(args.out, report.result("gpu_engine", metrics | ratios(rows, args.saturated, args.longest), rows))
+
+
+if __name__ == "__main__":
+    main()
