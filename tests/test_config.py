@@ -345,7 +345,7 @@ def test_a_flag_that_is_no_json_object(tiny_model_dir: Path, value: str, capsys:
 
 
 ARGUMENT_ERRORS = {
-    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "random, snapkv, streaming"]),
+    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "snapkv, streaming"]),
     "unknown policy in additional_config": ({"additional_config": {"kv_policy": "nope"}}, ["--kv-policy nope"]),
     "unknown knob": ({"kv_policy": "snapkv", "kv_policy_config": {"sinks": 4}}, ["--kv-policy-config", "sinks"]),
     "knobs without a policy": ({"kv_policy_config": {"ratio": 0.5}}, ["--kv-policy-config needs --kv-policy"]),
