@@ -345,7 +345,7 @@ def test_a_flag_that_is_no_json_object(tiny_model_dir: Path, value: str, capsys:
 
 
 ARGUMENT_ERRORS = {
-    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "random, snapkv, streaming"]),
+    "unknown policy": ({"kv_policy": "nope"}, ["--kv-policy nope", "snapkv, streaming"]),
     "unknown policy in additional_config": ({"additional_config": {"kv_policy": "nope"}}, ["--kv-policy nope"]),
     "unknown knob": ({"kv_policy": "snapkv", "kv_policy_config": {"sinks": 4}}, ["--kv-policy-config", "sinks"]),
     "knobs without a policy": ({"kv_policy_config": {"ratio": 0.5}}, ["--kv-policy-config needs --kv-policy"]),
@@ -393,7 +393,7 @@ REFUSED = {
         "--kv-transfer-config",
     ),
     "KV offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
-    "fp8 KV": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
+    "KV of five exponent bits": ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
     "KV of another type than the model": ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16"),
     "pipeline parallel": ({"pipeline_parallel_size": 3}, "--pipeline-parallel-size"),
     "data parallel": ({"data_parallel_size": 2}, "--data-parallel-size"),
@@ -479,7 +479,7 @@ def finished_config(**changes: Any) -> SimpleNamespace:
         ({"text__num_kv_shared_layers": 4}, ["KV sharing"]),
         ({"model__is_multimodal_model": True}, ["multimodal"]),
         ({"cache__enable_prefix_caching": True}, ["--enable-prefix-caching"]),
-        ({"cache__cache_dtype": "fp8_e4m3"}, ["--kv-cache-dtype fp8_e4m3"]),
+        ({"cache__cache_dtype": "fp8_e5m2"}, ["--kv-cache-dtype fp8_e5m2"]),
         ({"cache__cache_dtype": "float16"}, ["--kv-cache-dtype float16"]),
         ({"model__enable_sleep_mode": True}, ["--enable-sleep-mode"]),
         ({"parallel__use_ubatching": True}, ["dual-batch overlap", "--enable-dbo", "--ubatch-size"]),
