@@ -33,6 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "stock.bf16": {},
     "stock.fp8": {"kv_cache_dtype": "fp8"},
     "keep20.bf16": KEEP20,
+    "keep20.fp8": KEEP20 | {"kv_cache_dtype": "fp8"},
 }
 OUTPUT_TOKENS = 65
 CHUNK = 16_384

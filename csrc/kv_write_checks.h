@@ -19,9 +19,10 @@ inline void check_kv_write(const at::Tensor& pool, const at::Tensor& key, const 
   TORCH_CHECK(dest.dim() == 2 && dest.size(0) == key.size(0) && dest.size(1) == key.size(1) &&
                   dest.scalar_type() == at::kLong,
               "kv_write: dest must be int64 [T, H], got ", dest.scalar_type(), " ", dest.sizes());
-  TORCH_CHECK(key.scalar_type() == pool.scalar_type() && value.scalar_type() == pool.scalar_type(),
-              "kv_write: pool, key and value must have one dtype, got ", pool.scalar_type(), ", ", key.scalar_type(),
-              " and ", value.scalar_type());
+  TORCH_CHECK(key.scalar_type() == value.scalar_type() &&
+                  (key.scalar_type() == pool.scalar_type() || pool.scalar_type() == at::kFloat8_e4m3fn),
+              "kv_write: pool, key and value must have one dtype, or the pool float8_e4m3fn, got ",
+              pool.scalar_type(), ", ", key.scalar_type(), " and ", value.scalar_type());
   TORCH_CHECK(key.device() == pool.device() && value.device() == pool.device() && dest.device() == pool.device(),
               "kv_write: all tensors must be on one device");
 }

@@ -137,8 +137,8 @@ def _attend_kernel(
         stored = token < end
         page_id = tl.load(chunks + chunk * chunk_stride + token // PAGE % CHUNK, mask=stored, other=0).to(tl.int64)
         keys = pool + (page_id * PAGE + token % PAGE)[:, None] * (2 * D) + d[None, :]
-        k = tl.load(keys, mask=stored[:, None], other=0.0)
-        v = tl.load(keys + D, mask=stored[:, None], other=0.0)
+        k = tl.load(keys, mask=stored[:, None], other=0.0).to(q.dtype)  # pages may be of e4m3 numbers
+        v = tl.load(keys + D, mask=stored[:, None], other=0.0).to(q.dtype)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(stored[None, :], scores, float("-inf"))

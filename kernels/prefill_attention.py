@@ -106,8 +106,8 @@ def _prefill_attention_kernel(
         chunk = tl.load(chunk_ids + begin // (PAGE * CHUNK)).to(tl.int64)
         page = tl.load(chunks + chunk * chunk_stride + index // PAGE % CHUNK, mask=kept, other=0).to(tl.int64)
         k_at = pool + (page * PAGE + index % PAGE)[:, None] * (2 * D) + d[None, :]
-        k = tl.load(k_at, mask=kept[:, None], other=0.0)
-        v = tl.load(k_at + D, mask=kept[:, None], other=0.0)
+        k = tl.load(k_at, mask=kept[:, None], other=0.0).to(q.dtype)  # pages may be of e4m3 numbers
+        v = tl.load(k_at + D, mask=kept[:, None], other=0.0).to(q.dtype)
         seen = kept[None, :] & real[:, None]
         if RING:  # slot `index` of a ring holds the newest position that maps to it
             turned = start - 1 - (start - 1 - index) % window

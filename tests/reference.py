@@ -11,7 +11,7 @@ Notation: L layers, H KV heads, Hq query heads, G = Hq / H, d head dim, T tokens
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -301,8 +301,8 @@ class Replay:
 class State:
     """The K,V of one request, and the attention that the model calls in place of its own."""
 
-    def __init__(self, rule: Rule):
-        self.rule = rule
+    def __init__(self, rule: Rule, stored: Callable[[torch.Tensor], torch.Tensor]):
+        self.rule, self.stored = rule, stored
         self.layers: list[Layer] = []
 
     def attend(
@@ -321,6 +321,9 @@ class State:
             self.layers.append(Layer(query, key[:, :0], value[:, :0], stored[:, :0], scale, torch.zeros(heads, 0)))
         layer = self.layers[index]
         layer.queries = query
+        before = layer.keys.shape[1]
+        if new == 1:  # written before it attends
+            key, value = self.stored(key), self.stored(value)
         layer.keys = torch.cat([layer.keys, key], 1)
         layer.values = torch.cat([layer.values, value], 1)
         layer.keep = torch.cat([layer.keep, stored], 1)
@@ -332,6 +335,7 @@ class State:
             head = query_head // (query.shape[0] // heads)
             weights = masked_softmax(query[query_head], layer.keys[head], sees[head] & layer.keep[head], scale)
             outputs.append(weights @ layer.values[head].float())
+        layer.keys[:, before:], layer.values[:, before:] = self.stored(key), self.stored(value)
         layer.keep &= sees[:, -1]
         return torch.stack(outputs, 1).to(query.dtype)
 
@@ -368,16 +372,24 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 class Reference:
-    """A causal LM whose attention is replaced. A model object is used as it is, and is ours from then on."""
+    """A causal LM whose attention is replaced. A model object is used as it is, and is ours from then on.
 
-    def __init__(self, model: str | Path | torch.nn.Module, dtype: torch.dtype = torch.float32):
+    stored: what becomes of K and V that are stored. A prompt attends to itself before it is.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | torch.nn.Module,
+        dtype: torch.dtype = torch.float32,
+        stored: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+    ):
         if not isinstance(model, torch.nn.Module):
             model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         model.set_attn_implementation(ATTENTION)
         for module in model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "k_proj"):
                 module.register_forward_pre_hook(_remember_hidden, with_kwargs=True)
-        self.model = model.eval()
+        self.model, self.stored = model.eval(), stored
 
     @torch.inference_mode()
     def replay(
@@ -402,7 +414,7 @@ class Reference:
         sequence, logits, result, state = list(prompt_ids), [], Replay(), None
         while len(sequence) < end:
             if state is None or len(sequence) == resume_at:
-                state = State(rule)
+                state = State(rule, self.stored)
                 context = sequence[: rule.context_end]
                 logits.append(self._prompt(state, context, result))
                 result.scores = state.complete_prompt()

@@ -76,6 +76,29 @@ def test_kv_write(device, dtype, strided, tokens, heads, dim):
     assert torch.equal(pool.view(-1, 2 * dim).view(bits), expected.view(bits))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens, heads, dim", [(7, 3, 64), (19, 5, 7), (40, 4, 128)])
+def test_kv_write_in_e4m3(device, dtype, tokens, heads, dim):
+    """Rounded to nearest even; what exceeds the largest finite number becomes that, NaN stays NaN."""
+    torch.manual_seed(0)
+    key, value = make_kv(tokens, heads, dim, dtype, device, strided=True)
+    key[0, 0, :6] = torch.tensor([NAN, INF, -INF, 1000.0, 2.0**-10, -0.0])
+    dest = torch.randperm(tokens * heads, device=device).view(tokens, heads)
+    dest[-1, 0] = -1
+    pool = torch.full((tokens * heads // PAGE + 1, PAGE, 2 * dim), 1.0, device=device).to(torch.float8_e4m3fn)
+
+    ops.kv_write(pool, key, value, dest)
+
+    expected = torch.ones_like(pool, dtype=torch.float32).view(-1, 2 * dim)
+    for token in range(tokens):
+        for head in range(heads):
+            if dest[token, head] >= 0:
+                row = torch.cat([key[token, head], value[token, head]]).float().clamp(-448, 448)
+                expected[dest[token, head]] = row.to(torch.float8_e4m3fn).float()
+    assert torch.equal(pool.float().view(-1, 2 * dim).nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert pool.float().isnan().sum() == 1
+
+
 def test_kv_write_strided_dest(device):
     key, value = (torch.randn(6, 2, 64, device=device) for _ in range(2))
     dest = torch.arange(12, device=device).view(2, 6).T  # head-major
@@ -322,6 +345,14 @@ def check_plan(plan, inputs, capacity):
         assert work[: len(expected)] == expected and set(work[len(expected) :]) <= {-1}
         assert sum(length // size for length in lengths) <= capacity
         assert size == 128 or sum(lengths) > capacity * size // 2, "splits could be shorter"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CORRECTNESS + CORNER, ids=str)
+def test_decode_attention_over_e4m3(device, case, dtype):
+    inputs = Inputs(case, torch.float8_e4m3fn, device)
+    inputs.query, inputs.out = inputs.query.to(dtype), inputs.out.to(dtype)
+    check_close(inputs.run().clone(), inputs.reference(), dtype)
 
 
 @needs_gpu

@@ -51,6 +51,9 @@ CASES = [
 ]
 
 
+FP8 = torch.float8_e4m3fn
+
+
 class Batch:
     """Requests whose earlier tokens lie on pages of a second layer's heads; all that nobody may read is NaN."""
 
@@ -98,6 +101,12 @@ class Batch:
             self.plan_rows.append((slot, at, tokens, before, min(before, limit)))
             at += tokens
         self.out = torch.full_like(self.query, NAN)
+
+    def store_in_e4m3(self) -> None:
+        """What is stored, not the chunks."""
+        self.pool = PagePool(self.pool.pages.to(FP8), self.pool.dtype)
+        for slot, _, _, before, _ in self.plan_rows:
+            self.kv[slot][:before] = self.kv[slot][:before].to(FP8).to(self.kv[slot].dtype)
 
     def run(self) -> torch.Tensor:
         from vllm_kvplug.kernels.prefill_attention import Admission, PrefillPlan, prefill_attention
@@ -172,6 +181,9 @@ def slow_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor, **given: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What flash_attn_varlen_func says it computes, sequence by sequence."""
+    if query.dtype == FP8:
+        of_sequence = given["q_descale"][:, 0].repeat_interleave(cu_seqlens_q.diff())
+        query, key, value = query.float() * of_sequence[:, None, None], key.float(), value.float()
     out, lse = torch.zeros_like(query), torch.full((query.shape[1], len(query)), -torch.inf)
     for i, (first, last) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
         if given["causal"]:
@@ -190,25 +202,55 @@ def slow_flash(
     return out, lse
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """The dtype to test with; without a GPU, something slow takes the library's place."""
+    if DEVICE != "cpu":
+        return torch.bfloat16
+    from vllm.v1.attention.ops import merge_attn_states as merging
+
+    monkeypatch.setattr("vllm_kvplug.worker.flash._attend", slow_flash)
+
+    def merge(out, *parts):
+        assert all(part.is_contiguous() for part in parts), "vLLM's kernel asks for it"
+        merging._merge_attn_states_torch(out, *parts)
+
+    monkeypatch.setattr(merging, "merge_attn_states", merge)
+    return torch.float32
+
+
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel of ours")
 @pytest.mark.parametrize("case", [c for c in CASES if not (c.ring or c.gated)], ids=lambda case: case.name)
 def test_through_flash_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with the library itself; here, what is asked of it."""
-    dtype = torch.bfloat16
-    if DEVICE == "cpu":
-        dtype = torch.float32
-        from vllm.v1.attention.ops import merge_attn_states as merging
-
-        monkeypatch.setattr("vllm_kvplug.worker.flash._attend", slow_flash)
-
-        def merge(out, *parts):
-            assert all(part.is_contiguous() for part in parts), "vLLM's kernel asks for it"
-            merging._merge_attn_states_torch(out, *parts)
-
-        monkeypatch.setattr(merging, "merge_attn_states", merge)
+    dtype = stand_in(monkeypatch)
     batch = Batch(case, dtype)
     actual = batch.run_flash().float().cpu()
     torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is no kernel of ours")
+@pytest.mark.parametrize("case", [c for c in CASES if not (c.ring or c.gated)], ids=lambda case: case.name)
+def test_through_flash_attention_over_e4m3(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library wants queries in e4m3 as well, three bits of mantissa; on a GPU it also rounds weights."""
+    dtype = stand_in(monkeypatch)
+    batch = Batch(case, dtype)
+    batch.store_in_e4m3()
+    actual, expected = batch.run_flash().float().cpu(), batch.reference()
+    there = ~expected.isnan()
+    assert torch.equal(actual.isnan(), ~there)
+    error = (actual - expected)[there].norm() / expected[there].norm()
+    assert error < 0.06
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter computes with numpy, which has no e4m3")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_prefill_attention_over_e4m3(case: Case) -> None:
+    batch = Batch(case, torch.bfloat16)
+    batch.store_in_e4m3()
+    tolerance = TOLERANCE[torch.bfloat16]
+    torch.testing.assert_close(
+        batch.run().float().cpu(), batch.reference(), rtol=tolerance, atol=tolerance, equal_nan=True
+    )
 
 
 @starts_interpreter

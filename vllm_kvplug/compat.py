@@ -21,6 +21,7 @@ from vllm_kvplug.config import ADDITIONAL_KEY, explain
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.metrics import PolicyMetrics
 from vllm_kvplug.options import OptionError, parse_options
+from vllm_kvplug.placement import pool
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.rotary import rotary_angles
@@ -83,6 +84,13 @@ def layer_index(layer_name: str) -> int:
     """Index of an attention layer: the one number in its name."""
     (number,) = re.findall(r"(?<=\.)\d+(?=\.)", layer_name)
     return int(number)
+
+
+def page_dtype(vllm_config: Any) -> torch.dtype:
+    """What head pages hold under the engine's --kv-cache-dtype."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    return pool.page_dtype(kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, vllm_config.model_config))
 
 
 def model_shape(vllm_config: Any) -> ModelShape:

@@ -34,9 +34,9 @@ def _rules(config: Any) -> list[tuple[Any, str, str]]:
         (model.is_multimodal_model, "multimodal models", drop),
         (cache.enable_prefix_caching, "prefix caching", "remove --enable-prefix-caching"),
         (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),  # pages are not cast
+            cache.cache_dtype not in ("auto", "fp8", "fp8_e4m3", str(model.dtype).removeprefix("torch.")),
             f"--kv-cache-dtype {cache.cache_dtype}",
-            "remove it",
+            "remove it, or use fp8",
         ),
         (config.speculative_config, "speculative decoding", "remove --speculative-config"),
         (config.lora_config, "LoRA adapters", "remove --enable-lora"),

@@ -39,9 +39,19 @@ class Geometry:
     scale: float
     max_requests: int
     max_tokens: int
+    page_dtype: torch.dtype
 
     @classmethod
-    def of_rank(cls, shape: ModelShape, rank: int, dtype: torch.dtype, max_requests: int, max_tokens: int) -> Self:
+    def of_rank(
+        cls,
+        shape: ModelShape,
+        rank: int,
+        dtype: torch.dtype,
+        max_requests: int,
+        max_tokens: int,
+        page_dtype: torch.dtype | None = None,
+    ) -> Self:
+        """dtype: of the model; page_dtype: of its KV cache, the same if None."""
         heads = shape.rank_heads(rank)
         return cls(
             layers=shape.layers,
@@ -53,6 +63,7 @@ class Geometry:
             scale=shape.head_dim**-0.5,
             max_requests=max_requests,
             max_tokens=max_tokens,
+            page_dtype=page_dtype or dtype,
         )
 
     @property
@@ -66,7 +77,7 @@ class Geometry:
     @property
     def block_bytes(self) -> int:
         """Bytes of a vLLM block over all layers."""
-        return self.heads * PAGE * 2 * self.head_dim * self.dtype.itemsize
+        return self.heads * PAGE * 2 * self.head_dim * self.page_dtype.itemsize
 
     def table_sizes(self, blocks: int, policy: Policy[Any]) -> TableSizes:
         return TableSizes(self.max_requests, self.heads, self.max_tokens, blocks, policy.gated)

@@ -27,18 +27,23 @@ MULTIPROCESSORS = 132
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is started with, as far as memory depends on it. multiprocessors: of a GPU, 0 for a CPU."""
+    """What an engine is started with, as far as memory depends on it.
+
+    dtype: of the model. multiprocessors: of a GPU, 0 for a CPU. page_dtype: of the KV cache, the model's if None.
+    """
 
     shape: ModelShape
     dtype: torch.dtype
     max_requests: int
     max_batch: int
     multiprocessors: int = MULTIPROCESSORS
+    page_dtype: torch.dtype | None = None
 
     def geometries(self, max_tokens: int) -> list[Geometry]:
         """Of every rank, if no request has more than `max_tokens` tokens."""
         ranks = range(self.shape.tensor_parallel)
-        return [Geometry.of_rank(self.shape, r, self.dtype, self.max_requests, max_tokens) for r in ranks]
+        limits = self.max_requests, max_tokens
+        return [Geometry.of_rank(self.shape, r, self.dtype, *limits, self.page_dtype) for r in ranks]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -22,9 +23,10 @@ void check_arguments(const at::Tensor& out, const at::Tensor& query, const at::T
       pool.dim() == 3 && pool.size(1) == kPageTokens && pool.size(2) == 2 * query.size(2) && pool.is_contiguous(),
       "decode_attention: pool must be contiguous [P, ", kPageTokens, ", 2*D] with D = ", query.size(2), ", got ",
       pool.sizes());
-  TORCH_CHECK(out.scalar_type() == pool.scalar_type() && query.scalar_type() == pool.scalar_type(),
-              "decode_attention: out, query and pool must have one dtype, got ", out.scalar_type(), ", ",
-              query.scalar_type(), " and ", pool.scalar_type());
+  TORCH_CHECK(out.scalar_type() == query.scalar_type() &&
+                  (query.scalar_type() == pool.scalar_type() || pool.scalar_type() == at::kFloat8_e4m3fn),
+              "decode_attention: out, query and pool must have one dtype, or the pool float8_e4m3fn, got ",
+              out.scalar_type(), ", ", query.scalar_type(), " and ", pool.scalar_type());
   TORCH_CHECK(directory.dim() == 3 && directory.scalar_type() == at::kInt,
               "decode_attention: directory must be int32 [S, N, W]");
   TORCH_CHECK(chunks.dim() == 2 && chunks.size(1) == kChunkPages && chunks.scalar_type() == at::kInt,
@@ -38,7 +40,7 @@ void check_arguments(const at::Tensor& out, const at::Tensor& query, const at::T
               " to ", first_head + num_kv_heads - 1, " are outside a directory of ", directory.size(1));
 }
 
-template <typename T>
+template <typename T, typename P>
 void decode_rows(const at::Tensor& out, const at::Tensor& query, const at::Tensor& pool, const at::Tensor& directory,
                  const at::Tensor& chunks, const at::Tensor& row_slot, const at::Tensor& lengths, int64_t first_head,
                  int64_t num_kv_heads, float scale) {
@@ -47,7 +49,7 @@ void decode_rows(const at::Tensor& out, const at::Tensor& query, const at::Tenso
   const int64_t page_size = pool.size(1) * pool.size(2);
   const int64_t capacity = directory.size(2) * kChunkPages * kPageTokens;
   const T* query_data = query.const_data_ptr<T>();
-  const T* pool_data = pool.const_data_ptr<T>();
+  const P* pool_data = pool.const_data_ptr<P>();
   T* out_data = out.mutable_data_ptr<T>();
   const auto chunk_of = directory.accessor<int32_t, 3>();
   const auto page_of = chunks.accessor<int32_t, 2>();
@@ -55,7 +57,7 @@ void decode_rows(const at::Tensor& out, const at::Tensor& query, const at::Tenso
   const auto length_of = lengths.accessor<int32_t, 2>();
 
   at::parallel_for(0, query.size(0) * num_kv_heads, 1, [&](int64_t begin, int64_t end) {
-    HeadDecoder<T> decoder(group, dim);
+    HeadDecoder<T, P> decoder(group, dim);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t row = item / num_kv_heads;
       const int64_t head = item % num_kv_heads;
@@ -88,10 +90,11 @@ void decode_attention(const at::Tensor& out, const at::Tensor& query, const at::
                       const at::Tensor& lengths, int64_t first_head, int64_t num_kv_heads, double scale) {
   check_arguments(out, query, pool, directory, chunks, row_slot, lengths, first_head, num_kv_heads);
   const auto run = [&](auto zero) {
-    decode_rows<decltype(zero)>(out, query, pool, directory, chunks, row_slot, lengths, first_head, num_kv_heads,
-                                static_cast<float>(scale));
+    using T = decltype(zero);
+    const auto rows = pool.scalar_type() == query.scalar_type() ? decode_rows<T, T> : decode_rows<T, c10::Float8_e4m3fn>;
+    rows(out, query, pool, directory, chunks, row_slot, lengths, first_head, num_kv_heads, static_cast<float>(scale));
   };
-  switch (pool.scalar_type()) {
+  switch (query.scalar_type()) {
     case at::kFloat:
       return run(float{});
     case at::kBFloat16:
@@ -99,7 +102,7 @@ void decode_attention(const at::Tensor& out, const at::Tensor& query, const at::
     case at::kHalf:
       return run(at::Half{});
     default:
-      TORCH_CHECK(false, "decode_attention: dtype must be float32, bfloat16 or float16, got ", pool.scalar_type());
+      TORCH_CHECK(false, "decode_attention: dtype must be float32, bfloat16 or float16, got ", query.scalar_type());
   }
 }
 

@@ -88,12 +88,13 @@ inline void add_rows(float* sum, const float* weights, const float* rows, int64_
 
 // Online softmax over the pages of one KV head, for the `group` queries that share it. All arithmetic is float.
 // Buffers are allocated once and serve any number of heads: start(), add_page() for each page, finish().
-template <typename T>
+// T: of queries and results; P: of pages.
+template <typename T, typename P = T>
 class HeadDecoder {
  public:
   HeadDecoder(int64_t group, int64_t dim)
       : group_(group), dim_(dim), query_(group * dim), sum_(group * dim), peak_(group), total_(group),
-        page_(std::is_same_v<T, float> ? 0 : kPageTokens * 2 * dim) {}
+        page_(std::is_same_v<P, float> ? 0 : kPageTokens * 2 * dim) {}
 
   void start(const T* query, int64_t query_stride, float scale) {
     for (int64_t g = 0; g < group_; ++g) {
@@ -107,7 +108,7 @@ class HeadDecoder {
   }
 
   // Reads the first `count` tokens of a page and nothing behind them.
-  void add_page(const T* page, int count) {
+  void add_page(const P* page, int count) {
     const float* keys = as_float(page, count * 2 * dim_);
     const float* values = keys + dim_;
     for (int64_t g = 0; g < group_; ++g) {
@@ -148,8 +149,8 @@ class HeadDecoder {
   }
 
  private:
-  const float* as_float(const T* source, int64_t count) {
-    if constexpr (std::is_same_v<T, float>) {
+  const float* as_float(const P* source, int64_t count) {
+    if constexpr (std::is_same_v<P, float>) {
       return source;
     } else {
       for (int64_t i = 0; i < count; ++i) {

@@ -70,10 +70,9 @@ void check_operands(const at::Tensor& out, const at::Tensor& query, const at::Te
               "decode_attention: pool must be contiguous [P, ", kPageTokens, ", ", 2 * dim, "], got ", pool.sizes());
   TORCH_CHECK(pool.scalar_type() == query.scalar_type() || pool.scalar_type() == at::kFloat8_e4m3fn,
               "decode_attention: pool must be of the dtype of query or float8_e4m3fn, got ", pool.scalar_type());
-  TORCH_CHECK(scales.has_value() == (pool.scalar_type() == at::kFloat8_e4m3fn) &&
-                  (!scales || (scales->scalar_type() == at::kFloat && scales->is_contiguous() &&
-                               scales->numel() == 2 * heads)),
-              "decode_attention: a float8_e4m3fn pool, and no other, takes float32 scales [2, heads]");
+  TORCH_CHECK(!scales || (pool.scalar_type() == at::kFloat8_e4m3fn && scales->scalar_type() == at::kFloat &&
+                          scales->is_contiguous() && scales->numel() == 2 * heads),
+              "decode_attention: a float8_e4m3fn pool, and no other, may have float32 scales [2, heads]");
 }
 
 void decode_attention_planned(const at::Tensor& out, const at::Tensor& query, const at::Tensor& pool,

@@ -25,7 +25,7 @@ struct DecodeArgs {
   float* partial;       // [2 * blocks, group, D]: of a part's first head, and of another that goes on behind it
   float2* sums;         // [2 * blocks, group]: largest score and sum of exponentials
   int* arrived;         // [items], blocks that are done with an item; zero between launches
-  const float* scales;  // [2, heads] of K and V that are stored as e4m3; null otherwise
+  const float* scales;  // [2, heads] of K and V that are stored as e4m3; null if they are 1
   int64_t out_row, out_head, query_row, query_head;  // strides in elements
   int64_t directory_slot, directory_head, chunk_stride, lengths_stride;
   int rows, heads, group, first_head;

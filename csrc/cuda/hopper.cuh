@@ -127,6 +127,10 @@ __device__ inline T narrow(float value) {
   }
 }
 
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ inline float widen(__half value) { return __half2float(value); }
+
 template <typename T>
 __device__ inline uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -9,13 +9,16 @@
 
 namespace kvplug {
 
+// What K and V are, where they are stored as e4m3 and so not copied as they are.
+enum class KvSource { kAsStored, kFloat, kBFloat16, kHalf };
+
 struct KvWriteArgs {
   char* pool;
   const char* key;
   const char* value;
   const int64_t* dest;
   int64_t tokens, heads, slots;
-  int64_t row_bytes;  // bytes of one K row; a token slot holds the K row and the V row behind it
+  int64_t row_bytes;  // bytes of one stored K row; a token slot holds the K row and the V row behind it
   int64_t key_token_bytes, key_head_bytes;
   int64_t value_token_bytes, value_head_bytes;
   int64_t dest_token_stride, dest_head_stride;  // in elements
@@ -50,6 +53,33 @@ __global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_write_kernel(Kv
   }
 }
 
+// As kv_write_kernel, into e4m3: what exceeds its largest finite number becomes that, NaN stays NaN.
+template <typename T>
+__global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_quantise_kernel(KvWriteArgs args) {
+  allow_next_kernel();
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.y;
+  if (item >= args.tokens * args.heads) {
+    return;
+  }
+  const int64_t token = item / args.heads;
+  const int64_t head = item % args.heads;
+  const int64_t slot = args.dest[token * args.dest_token_stride + head * args.dest_head_stride];
+  if (slot == -1) {
+    return;
+  }
+  if (slot < 0 || slot >= args.slots) {
+    __trap();
+  }
+  const T* key = reinterpret_cast<const T*>(args.key + token * args.key_token_bytes + head * args.key_head_bytes);
+  const T* value =
+      reinterpret_cast<const T*>(args.value + token * args.value_token_bytes + head * args.value_head_bytes);
+  auto* row = reinterpret_cast<__nv_fp8_storage_t*>(args.pool + slot * 2 * args.row_bytes);
+  for (int64_t i = threadIdx.x; i < args.row_bytes; i += kWarpLanes) {
+    row[i] = __nv_cvt_float_to_fp8(widen(key[i]), __NV_SATFINITE, __NV_E4M3);
+    row[args.row_bytes + i] = __nv_cvt_float_to_fp8(widen(value[i]), __NV_SATFINITE, __NV_E4M3);
+  }
+}
+
 template <typename Vec>
 bool kv_write_fits(const KvWriteArgs& args) {
   const int64_t offsets = reinterpret_cast<int64_t>(args.pool) | reinterpret_cast<int64_t>(args.key) |
@@ -59,14 +89,20 @@ bool kv_write_fits(const KvWriteArgs& args) {
 }
 
 // Launches with the widest copies that all addresses allow. Neither the grid nor the choice depends on device data.
-inline cudaError_t launch_kv_write(const KvWriteArgs& args, cudaStream_t stream) {
+inline cudaError_t launch_kv_write(const KvWriteArgs& args, KvSource source, cudaStream_t stream) {
   const int64_t items = args.tokens * args.heads;
   if (items == 0) {
     return cudaSuccess;
   }
   const dim3 grid(static_cast<unsigned>((items + kWarpsPerBlock - 1) / kWarpsPerBlock));
   const dim3 block(kWarpLanes, kWarpsPerBlock);
-  if (kv_write_fits<uint4>(args)) {
+  if (source == KvSource::kFloat) {
+    kv_quantise_kernel<float><<<grid, block, 0, stream>>>(args);
+  } else if (source == KvSource::kBFloat16) {
+    kv_quantise_kernel<__nv_bfloat16><<<grid, block, 0, stream>>>(args);
+  } else if (source == KvSource::kHalf) {
+    kv_quantise_kernel<__half><<<grid, block, 0, stream>>>(args);
+  } else if (kv_write_fits<uint4>(args)) {
     kv_write_kernel<uint4><<<grid, block, 0, stream>>>(args);
   } else if (kv_write_fits<uint32_t>(args)) {
     kv_write_kernel<uint32_t><<<grid, block, 0, stream>>>(args);

@@ -31,7 +31,7 @@ class Edges(Ends):
 
 def kept_of_a_prompt(policy: Any, tokens: int, *protect: tuple[int, int]) -> list[list[int]]:
     """Positions that each head keeps of a prompt."""
-    geometry = Geometry(1, 2, 0, 2, 1, torch.float32, 1.0, max_requests=1, max_tokens=tokens)
+    geometry = Geometry(1, 2, 0, 2, 1, torch.float32, 1.0, max_requests=1, max_tokens=tokens, page_dtype=torch.float32)
     tables = PageTables(TableSizes(1, 2, tokens, 9), "cpu")
     pool = PagePool(torch.zeros(9 * 2, PAGE, 2))
     row = torch.arange(1, 9, dtype=torch.int32)[None]

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tensor-parallel", type=_positive(int), default=1, metavar="N", help="GPUs (default 1)")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto")
     parser.add_argument(
         "--max-num-seqs", type=_positive(int), metavar="N", help="default: what vllm serve takes on a GPU of this size"
     )
@@ -42,6 +43,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     """The forecast of both engines and what it rests on; PolicyError if the model or the policy cannot be planned."""
 
     from vllm_kvplug import planning
+    from vllm_kvplug.placement.pool import FP8
     from vllm_kvplug.policies.argument import read_policy
     from vllm_kvplug.policies.registry import make_policy, policy_class
 
@@ -58,7 +60,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     default_requests, max_batch = server_defaults(args.gpu_memory)
     requests = args.max_num_seqs or default_requests
     dtype = _dtype(args.dtype, config)
-    engine = planning.Engine(policy.shape, dtype, requests, max(max_batch, requests))
+    pages = FP8 if args.kv_cache_dtype == "fp8" else None
+    engine = planning.Engine(policy.shape, dtype, requests, max(max_batch, requests), page_dtype=pages)
     weights = planning.weight_bytes(args.model, config, dtype) // ranks
     activations = planning.activation_bytes(config, dtype, ranks, engine.max_batch, requests)
     available = int(args.gpu_memory * args.gpu_memory_utilization * GIB) - weights - activations
@@ -72,6 +75,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         "model": args.model,
         "policy": {"name": name, **knobs},
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_cache_dtype": args.kv_cache_dtype,
         "tensor_parallel": ranks,
         "max_num_seqs": requests,
         "weight_bytes_estimate": weights,

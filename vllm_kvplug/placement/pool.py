@@ -9,35 +9,49 @@ from vllm_kvplug.shape import PAGE
 COPY_BYTES = 64 << 20
 """Most that is read before it is written when pages move."""
 
+FP8 = torch.float8_e4m3fn
+MOST_E4M3 = 448.0
+"""The largest finite number of FP8 pages; what is larger is stored as this."""
+
+
+def page_dtype(cache_dtype: torch.dtype) -> torch.dtype:
+    """What pages hold where vLLM allocates `cache_dtype`: it takes bytes for FP8."""
+    return FP8 if cache_dtype == torch.uint8 else cache_dtype
+
 
 class PagePool:
     """All head pages, [pages, 16, 2 * head_dim]: K in the first half of the last dimension, V in the second.
 
-    A view of vLLM's own KV allocation in layout BLHNC, where a block is layers * KV heads contiguous pages.
+    A view of vLLM's own KV allocation in layout BLHNC, where a block is layers * KV heads contiguous pages. Pages may
+    be of e4m3 numbers; K and V come out of them, and go into them, as `dtype`.
     """
 
-    def __init__(self, pages: torch.Tensor):
-        self.pages = pages
-        self._tokens = pages.view(-1, pages.shape[-1])
+    def __init__(self, pages: torch.Tensor, dtype: torch.dtype | None = None):
+        self.pages, self.dtype = pages, dtype or pages.dtype
+        raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+        self._pages = raw  # for what moves as it is
+        self._tokens = raw.view(-1, raw.shape[-1])
 
     @classmethod
-    def over(cls, layer_cache: torch.Tensor, layers: int) -> PagePool:
+    def over(cls, layer_cache: torch.Tensor, layers: int, dtype: torch.dtype | None = None) -> PagePool:
         """The pool that a layer's cache [blocks, KV heads, 16, 2 * head_dim] is a strided view of."""
         blocks, heads, tokens, content = layer_cache.shape
         if tokens != PAGE or layer_cache.stride(0) != layers * heads * tokens * content:
             raise RuntimeError(f"KV cache is not in layout BLHNC: {layer_cache.shape}, {layer_cache.stride()}")
         storage = layer_cache.untyped_storage()
-        flat = torch.empty(0, dtype=layer_cache.dtype, device=layer_cache.device)
+        flat = torch.empty(0, dtype=page_dtype(layer_cache.dtype), device=layer_cache.device)
         shape = (blocks * layers * heads, tokens, content)
-        return cls(flat.set_(storage, 0, shape, (tokens * content, content, 1)))
+        return cls(flat.set_(storage, 0, shape, (tokens * content, content, 1)), dtype)
 
     def gather(self, token_slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at int64 `token_slots` of any shape, each [..., head_dim]."""
-        key, value = self._tokens[token_slots].chunk(2, -1)
+        key, value = self._tokens[token_slots].view(self.pages.dtype).to(self.dtype).chunk(2, -1)
         return key, value
 
     def put(self, token_slots: torch.Tensor, content: torch.Tensor) -> None:
         """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V."""
+        if self.pages.dtype == FP8:
+            content = content.clamp(-MOST_E4M3, MOST_E4M3).to(self.pages.dtype).view(torch.uint8)
         self._tokens[token_slots] = content
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -48,4 +62,4 @@ class PagePool:
         """Copy whole pages, so many at a time that the copy takes little memory; the lists must not overlap."""
         some = max(COPY_BYTES // (self.pages[0].numel() * self.pages.itemsize), 1)
         for there, here in zip(target.split(some), source.split(some), strict=True):
-            self.pages[there] = self.pages[here]
+            self._pages[there] = self._pages[here]

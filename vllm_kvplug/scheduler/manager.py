@@ -55,7 +55,7 @@ class HeadPageManager(FullAttentionManager):
         super().__init__(*args, **kwargs)
         assert isinstance(self.kv_cache_spec, HeadPageSpec)
         self.policy = self.kv_cache_spec.resolved
-        self._itemsize = self.kv_cache_spec.dtype.itemsize
+        self._itemsize = self.kv_cache_spec.itemsize
         self.host = HostLedger(self.policy.host_capacity(self._itemsize))
         self._admitted: dict[str, Admitted] = {}
 

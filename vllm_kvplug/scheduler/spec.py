@@ -23,11 +23,13 @@ def _plan(policy: str, shape: ModelShape) -> Plan:
 class HeadPageSpec(FullAttentionSpec):
     """A layer whose pages belong to single KV heads. Equal on every tensor-parallel rank.
 
-    policy: the lowered configuration as JSON (hashable, picklable). shape: of the whole model.
+    policy: the lowered configuration as JSON (hashable, picklable). shape: of the whole model. itemsize: bytes of a
+    number of the model, which is not that of its pages under FP8.
     """
 
     policy: str
     shape: ModelShape
+    itemsize: int
 
     @property
     def resolved(self) -> Policy[Any]:

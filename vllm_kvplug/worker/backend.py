@@ -28,7 +28,7 @@ class HeadPageBackend(AttentionBackend):
     """KV in head pages: a block is layers * KV heads pages of 16 tokens, in layout BLHNC."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
     forward_includes_kv_cache_update = True  # vLLM's slot mapping, one place for all heads, is never used
 
     @staticmethod

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vllm_kvplug.placement.pool import MOST_E4M3
 from vllm_kvplug.placement.tables import CHUNK, PageTables
 from vllm_kvplug.plan import ceil_div
 from vllm_kvplug.shape import PAGE
@@ -76,7 +77,7 @@ def flash_attention(
     """Attention of the planned rows over what their heads store and, causally, over themselves.
 
     output, query [tokens, Hq, D], key, value [tokens, H, D]; only the planned rows of `output` are written. pages
-    [pages, 16, 2D]. The tables count the rows' own tokens already.
+    [pages, 16, 2D], of the type of the others or e4m3 numbers. The tables count the rows' own tokens already.
     """
     from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
@@ -98,8 +99,13 @@ def flash_attention(
     tokens, kv_heads, dim = key.shape
     keys, values = pages.unsqueeze(2).split(dim, -1)
     block_table, stored = _stored(tables, plan, first_head, kv_heads)
+    folded, scale_of_query = query.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(0, 1), None
+    if pages.dtype == torch.float8_e4m3fn:  # the library wants queries of the type of pages
+        factor = folded.abs().amax().float().clamp_min(1e-12) / MOST_E4M3
+        folded = (folded / factor).to(pages.dtype)
+        scale_of_query = factor.expand(len(plan.folded) - 1, 1)
     earlier, earlier_lse = _attend(
-        query.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(0, 1),
+        folded,
         keys,
         values,
         cu_seqlens_q=plan.folded,
@@ -109,7 +115,9 @@ def flash_attention(
         block_table=block_table,
         softmax_scale=scale,
         causal=False,
+        q_descale=scale_of_query,
     )
+    earlier = earlier.to(query.dtype)
     earlier = earlier.unflatten(0, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(1, 2)  # [tokens, Hq, D]
     earlier_lse = (
         earlier_lse.unflatten(1, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(0, 1)

@@ -98,7 +98,7 @@ class Runtime:
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
         g = self.geometry
-        self.pool = PagePool.over(layer_cache, g.layers)
+        self.pool = PagePool.over(layer_cache, g.layers, g.dtype)
         self.tables = PageTables(g.table_sizes(blocks, self.policy), self.device)
         self._place = torch.full((self.max_batch, g.heads), -1, dtype=torch.int64, device=self.device)
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)

@@ -56,7 +56,8 @@ class PolicyWorkerMixin:
         policy = policy_from_json(json.dumps(config.additional_config[ADDITIONAL_KEY], sort_keys=True), shape)
         scheduler, longest = config.scheduler_config, config.model_config.max_model_len
         rank, dtype = get_tensor_model_parallel_rank(), config.model_config.dtype
-        geometry = Geometry.of_rank(shape, rank, dtype, scheduler.max_num_seqs, longest)
+        pages = compat.page_dtype(config)
+        geometry = Geometry.of_rank(shape, rank, dtype, scheduler.max_num_seqs, longest, pages)
         captured = max(config.compilation_config.cudagraph_capture_sizes or [0])
         max_rows = max(scheduler.max_num_seqs, captured)
         max_batch = max(scheduler.max_num_batched_tokens, max_rows)
@@ -72,7 +73,8 @@ class PolicyWorkerMixin:
             raise PolicyError(
                 f"--kv-policy: layer {odd[0]} has no per-token KV cache; remove --kv-policy for this model"
             )
-        return {name: replace_as(spec, HeadPageSpec, policy=policy, shape=shape) for name, spec in specs.items()}
+        more = {"policy": policy, "shape": shape, "itemsize": self.vllm_config.model_config.dtype.itemsize}
+        return {name: replace_as(spec, HeadPageSpec, **more) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
         """What vLLM found, less what tables, windows and workspace will take."""
@@ -103,6 +105,12 @@ class PolicyWorkerMixin:
         result = super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         name = kv_cache_config.kv_cache_groups[0].layer_names[0]
+        for layer in kv_cache_config.kv_cache_groups[0].layer_names:
+            if {layers[layer]._k_scale_float, layers[layer]._v_scale_float} != {1.0}:
+                raise PolicyError(
+                    f"the checkpoint has scales for an FP8 KV cache ({layer}), which --kv-policy does not apply: use "
+                    "--kv-cache-dtype auto, or a checkpoint without them"
+                )
         self.runtime.bind(layers[name].kv_cache, kv_cache_config.num_blocks)
         return result
 

@@ -1,0 +1,76 @@
+"""An engine with FP8 pages keeps the reference's tokens, and gives its distributions: of K and V as they are stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from cases import TWO_PIVOTS, Case, fastkvzip, heterocache, knorm, snapkv, streaming
+from engine_tools import (
+    Ask,
+    Pinned,
+    Watch,
+    check_kept,
+    equal_up_to_ties,
+    one_thread,  # noqa: F401
+    serve,
+    tiny_engine,
+    token_ids,
+)
+from reference import Reference
+
+LENGTHS = (1, 20, 63, 260, 513)
+STEPS = 18
+ON_THE_BORDER = 0.01
+"""K and V that differ in float32's last bit may be rounded to neighbouring e4m3 numbers. As exact ones they would give
+log-probabilities that differ by 0.7 and more in every case here."""
+CASES = [
+    streaming(64),
+    snapkv(0.5),
+    heterocache("two-pivots", TWO_PIVOTS, 0.6),
+    knorm(0.5, 16, 1024),
+    fastkvzip(0.4, 40, 1024),
+]
+
+
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """As e4m3, the largest finite number where x exceeds it."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def ran(request: pytest.FixtureRequest, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory):
+    case: Case = request.param
+    arguments = case.arguments(tiny_model_dir, tmp_path_factory.mktemp("profiles"))
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=2048, kv_cache_dtype="fp8", **arguments) as llm:
+        watch = Watch(llm)
+        answers = {}
+        for n in LENGTHS:
+            watch.clear()
+            (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
+            answers[n] = answer, watch.snapshots[answer.request_id]
+        pages = watch.runtime.pool.pages
+        block = watch.runtime.geometry.block_bytes
+        assert pages.dtype == torch.float8_e4m3fn and pages.nbytes % block == 0
+        scheduled = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config
+        assert pages.nbytes == scheduled.num_blocks * block
+    return case, answers
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_dir: Path) -> Reference:
+    return Reference(tiny_model_dir, stored=stored)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_engine_with_fp8_pages(ran, reference: Reference, length: int) -> None:
+    case, answers = ran
+    answer, snapshots = answers[length]
+    replay = reference.replay(token_ids(length), case.rule, STEPS)
+    check_kept(case.rule, replay, snapshots)
+    kept = next(s.kept for s in snapshots if s.length == length)
+    if not equal_up_to_ties(kept, replay):
+        replay = reference.replay(token_ids(length), Pinned(kept), STEPS)
+    error = (answer.logprobs - replay.logits.log_softmax(-1)).abs().max()
+    assert error < ON_THE_BORDER, f"log-probabilities are off by {error:.2e}"
