@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import TWO_PIVOTS, Case, fastkvzip, heterocache, knorm, snapkv, streaming
+from cases import TWO_PIVOTS, Case, fastkvzip, heterocache, knorm, snapkv, streaming, wgkv
 from engine_tools import (
     Ask,
     Pinned,
@@ -74,3 +74,13 @@ def test_engine_with_fp8_pages(ran, reference: Reference, length: int) -> None:
         replay = reference.replay(token_ids(length), Pinned(kept), STEPS)
     error = (answer.logprobs - replay.logits.log_softmax(-1)).abs().max()
     assert error < ON_THE_BORDER, f"log-probabilities are off by {error:.2e}"
+
+
+def test_admission_with_fp8_pages(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    case = wgkv(tiny_model_dir)
+    arguments = case.arguments(tiny_model_dir, tmp_path)
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=2048, kv_cache_dtype="fp8", **arguments) as llm:
+        for n in LENGTHS:
+            (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
+            expected = reference.replay(token_ids(n), case.rule, STEPS).logits.log_softmax(-1)
+            assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
