@@ -46,7 +46,7 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
     keys = 64 if dim <= 128 else 32
     return [
         (decode_attention._attend_kernel, {"HEADS": 8, **shape, "GROUP_PAD": 16, "BLOCK": keys, **PAGES}),
-        (decode_attention._reduce_kernel, {"HEADS": 8, **shape}),
+        (decode_attention._reduce_kernel, {"HEADS": 8, **shape, "SPLITS": 16}),
         *(
             (
                 prefill_attention._prefill_attention_kernel,
@@ -64,7 +64,7 @@ TABLES = [
 ]
 
 
-def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str) -> Any:
+def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str, pages: str | None = None) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -73,6 +73,8 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str) -> An
             return "constexpr"
         if name == "rows":  # block tables here, a description of prompt rows or a count there
             return "i32" if kernel is decode_attention._plan_kernel else "*i32"
+        if name == "pool":
+            return f"*{pages or dtype}"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -84,6 +86,11 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str) -> An
 def test_attention_compiles(dtype: str, dim: int) -> None:
     for kernel, constants in attention(dtype, dim):
         assert compile_for_hopper(kernel, constants, dtype).asm["cubin"]
+
+
+def test_attention_over_e4m3_compiles() -> None:
+    for kernel, constants in attention("bf16", 128):
+        assert compile_for_hopper(kernel, constants, "bf16", pages="fp8e4nv").asm["cubin"]
 
 
 def test_tables_compile() -> None:
