@@ -35,7 +35,7 @@ GRAPHS: dict[str, Any] = (
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 4, 16, 32, 64, 128],
+            "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128],
         }
     }
 )

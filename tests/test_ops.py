@@ -371,7 +371,7 @@ needs_hopper = pytest.mark.skipif(
 
 @needs_hopper
 @pytest.mark.parametrize("blocks", [1, 3, 40, None])
-@pytest.mark.parametrize("dim, group", [(64, 8), (128, 4), (128, 5), (256, 8), (128, 1)])
+@pytest.mark.parametrize("dim, group", [(64, 8), (64, 1), (128, 4), (128, 5), (256, 8), (128, 1)])
 def test_hopper_plan(blocks, dim, group):
     """The same rows in every layer, whatever number of blocks share them, and after they change."""
     from vllm_kvplug.kernels.hopper import HopperPlan

@@ -89,7 +89,7 @@ inline void add_rows(float* sum, const float* weights, const float* rows, int64_
 // Online softmax over the pages of one KV head, for the `group` queries that share it. All arithmetic is float.
 // Buffers are allocated once and serve any number of heads: start(), add_page() for each page, finish().
 // T: of queries and results; P: of pages.
-template <typename T, typename P = T>
+template <typename T, typename P>
 class HeadDecoder {
  public:
   HeadDecoder(int64_t group, int64_t dim)

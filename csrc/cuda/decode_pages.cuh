@@ -7,11 +7,11 @@
 
 namespace kvplug {
 
-constexpr int kMostGroup = 8;  // query heads of a KV head
+constexpr int kMostGroup = 8;   // query heads of a KV head
 constexpr int kAtom = 128;      // bytes that the copy engine swizzles as one row
 constexpr int kMostShared = 227 * 1024;
 constexpr int kMostStages = 8;  // pages of a warp on their way; more than memory's latency can use
-constexpr int kMostTurns = 16;
+constexpr int kMostTurns = 16;  // that threads take with the blocks of a head
 
 struct DecodeArgs {
   void* out;
@@ -49,7 +49,7 @@ struct PageLayout {
     return of_warps > of_turns ? of_warps : of_turns;
   }
 
-  // Bytes behind the pages: results, sums [warps or turns, 8], barriers [warps, stages], and a flag.
+  // Bytes behind the pages: results, sums [kMostTurns, 8] of warps or turns, barriers [warps, stages], and a flag.
   __host__ __device__ static constexpr int fixed(int group) {
     return 4 * results(group) + 8 * (kMostTurns * kMostGroup + kWarps * kMostStages) + 16;
   }
@@ -61,7 +61,7 @@ struct PageLayout {
 
   static constexpr int shared(int group) { return 1024 + kWarps * stages(group) * kBytes + fixed(group); }
 
-  static_assert(stages(kMostGroup) >= 2);
+  static_assert(stages(kMostGroup) >= 2 && kWarps <= kMostTurns);
 
   // Address of 16-byte piece `piece` of token `row`.
   __device__ static uint32_t address(uint32_t page, int row, int piece) {

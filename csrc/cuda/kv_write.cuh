@@ -27,29 +27,42 @@ struct KvWriteArgs {
 constexpr int kWarpLanes = 32;
 constexpr int kWarpsPerBlock = 8;
 
-// One warp copies the row pair of one (token, head).
-template <typename Vec>
-__global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_write_kernel(KvWriteArgs args) {
-  allow_next_kernel();  // attention has its tables to read before it needs what is written here
+// Where a warp reads and writes: one (token, head).
+struct KvRow {
+  const char *key, *value;
+  char* stored;  // null if there is nothing to write
+};
+
+__device__ inline KvRow kv_row(const KvWriteArgs& args) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.y;
   if (item >= args.tokens * args.heads) {
-    return;
+    return {};
   }
   const int64_t token = item / args.heads;
   const int64_t head = item % args.heads;
   const int64_t slot = args.dest[token * args.dest_token_stride + head * args.dest_head_stride];
   if (slot == -1) {
-    return;
+    return {};
   }
   if (slot < 0 || slot >= args.slots) {
     __trap();  // fail loudly: the write would land in somebody else's memory
   }
-  const char* key = args.key + token * args.key_token_bytes + head * args.key_head_bytes;
-  const char* value = args.value + token * args.value_token_bytes + head * args.value_head_bytes;
-  char* row = args.pool + slot * 2 * args.row_bytes;
+  return {args.key + token * args.key_token_bytes + head * args.key_head_bytes,
+          args.value + token * args.value_token_bytes + head * args.value_head_bytes,
+          args.pool + slot * 2 * args.row_bytes};
+}
+
+// One warp copies the row pair of one (token, head).
+template <typename Vec>
+__global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_write_kernel(KvWriteArgs args) {
+  allow_next_kernel();  // attention has its tables to read before it needs what is written here
+  const KvRow row = kv_row(args);
+  if (row.stored == nullptr) {
+    return;
+  }
   for (int64_t byte = threadIdx.x * sizeof(Vec); byte < args.row_bytes; byte += kWarpLanes * sizeof(Vec)) {
-    *reinterpret_cast<Vec*>(row + byte) = *reinterpret_cast<const Vec*>(key + byte);
-    *reinterpret_cast<Vec*>(row + args.row_bytes + byte) = *reinterpret_cast<const Vec*>(value + byte);
+    *reinterpret_cast<Vec*>(row.stored + byte) = *reinterpret_cast<const Vec*>(row.key + byte);
+    *reinterpret_cast<Vec*>(row.stored + args.row_bytes + byte) = *reinterpret_cast<const Vec*>(row.value + byte);
   }
 }
 
@@ -57,26 +70,15 @@ __global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_write_kernel(Kv
 template <typename T>
 __global__ void __launch_bounds__(kWarpLanes* kWarpsPerBlock) kv_quantise_kernel(KvWriteArgs args) {
   allow_next_kernel();
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.y;
-  if (item >= args.tokens * args.heads) {
+  const KvRow row = kv_row(args);
+  if (row.stored == nullptr) {
     return;
   }
-  const int64_t token = item / args.heads;
-  const int64_t head = item % args.heads;
-  const int64_t slot = args.dest[token * args.dest_token_stride + head * args.dest_head_stride];
-  if (slot == -1) {
-    return;
-  }
-  if (slot < 0 || slot >= args.slots) {
-    __trap();
-  }
-  const T* key = reinterpret_cast<const T*>(args.key + token * args.key_token_bytes + head * args.key_head_bytes);
-  const T* value =
-      reinterpret_cast<const T*>(args.value + token * args.value_token_bytes + head * args.value_head_bytes);
-  auto* row = reinterpret_cast<__nv_fp8_storage_t*>(args.pool + slot * 2 * args.row_bytes);
+  const T *key = reinterpret_cast<const T*>(row.key), *value = reinterpret_cast<const T*>(row.value);
+  auto* stored = reinterpret_cast<__nv_fp8_storage_t*>(row.stored);
   for (int64_t i = threadIdx.x; i < args.row_bytes; i += kWarpLanes) {
-    row[i] = __nv_cvt_float_to_fp8(widen(key[i]), __NV_SATFINITE, __NV_E4M3);
-    row[args.row_bytes + i] = __nv_cvt_float_to_fp8(widen(value[i]), __NV_SATFINITE, __NV_E4M3);
+    stored[i] = __nv_cvt_float_to_fp8(widen(key[i]), __NV_SATFINITE, __NV_E4M3);
+    stored[args.row_bytes + i] = __nv_cvt_float_to_fp8(widen(value[i]), __NV_SATFINITE, __NV_E4M3);
   }
 }
 

@@ -17,6 +17,7 @@ from vllm_kvplug.config import ADDITIONAL_KEY, CONFIG_FLAG
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.lifecycle import ATTRIBUTE
 from vllm_kvplug.memory import Geometry
+from vllm_kvplug.placement.pool import FP8
 from vllm_kvplug.policies.registry import policy_from_json
 from vllm_kvplug.scheduler.spec import HeadPageSpec
 from vllm_kvplug.worker.hidden import install_tap
@@ -105,10 +106,11 @@ class PolicyWorkerMixin:
         result = super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         name = kv_cache_config.kv_cache_groups[0].layer_names[0]
-        for layer in kv_cache_config.kv_cache_groups[0].layer_names:
-            if {layers[layer]._k_scale_float, layers[layer]._v_scale_float} != {1.0}:
+        if self.runtime.geometry.page_dtype == FP8:
+            attention = [layers[layer] for layer in kv_cache_config.kv_cache_groups[0].layer_names]
+            if any((layer._k_scale_float, layer._v_scale_float) != (1.0, 1.0) for layer in attention):
                 raise PolicyError(
-                    f"the checkpoint has scales for an FP8 KV cache ({layer}), which --kv-policy does not apply: use "
+                    "the checkpoint has scales for an FP8 KV cache, which --kv-policy does not apply: use "
                     "--kv-cache-dtype auto, or a checkpoint without them"
                 )
         self.runtime.bind(layers[name].kv_cache, kv_cache_config.num_blocks)
