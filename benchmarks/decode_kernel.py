@@ -3,16 +3,16 @@
     python -m benchmarks.decode_kernel --out FILE [--repeats 20] [--kernels ours ...]
 
 One layer, 8 KV heads, 4 query heads each, head size 128, bf16 (and e4m3 for ours), pages of 16 tokens in random order.
-Heads are folded
-into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V; caches are rotated
-so that none is found in L2. Kernels are timed in CUDA graphs. Our plan, which is made once per step for all layers, is
-timed apart.
+Heads are folded into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V;
+caches are rotated so that none is found in L2. Kernels are timed in CUDA graphs. Our plan, which is made once per step
+for all layers, is timed apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from benchmarks import report
 HEADS, GROUP, DIM, PAGE, CHUNK = 8, 4, 128, 16, 64
 SCALE = DIM**-0.5
 COLD_BYTES = 1 << 29  # of rotated caches: ten times the L2 of an H200
+WARM_SECONDS = 0.2  # of work before a measurement: making a cache leaves the GPU idle, and its clocks fall
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ KERNELS: dict[str, Callable[[Cache], Attend]] = {
 
 
 def microseconds(runs: list[Attend], repeats: int) -> float:
-    """Median time of one run; all are launched one after another from one graph."""
+    """Median time of one run; all are launched one after another from one graph, once clocks have risen."""
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -196,6 +197,10 @@ def microseconds(runs: list[Attend], repeats: int) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
+    warm = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < warm:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -18,7 +18,7 @@ void check_tables(const at::Tensor& row_slot, const at::Tensor& lengths, const a
                     table.stride(table.dim() - 1) == 1,
                 "decode_attention: tables must be int32, on one device and contiguous in their last dimension");
   }
-  TORCH_CHECK(parts.dim() == 3 && parts.size(2) == kPartInts && parts.is_contiguous() &&
+  TORCH_CHECK(parts.dim() == 3 && parts.size(1) <= kMostBlocks && parts.size(2) == kPartInts && parts.is_contiguous() &&
                   starts.size(0) == parts.size(0) && starts.size(1) > row_slot.size(0) * heads &&
                   lengths.size(1) == parts.size(0) * heads,
               "decode_attention: the plan is for other rows, layers or heads");

@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(PageLayout<D, kFp8>::kThreads, 1)
   uint8_t* shared = raw + (1024 - shared_address(raw) % 1024) % 1024;
   float* results = reinterpret_cast<float*>(shared + Layout::kWarps * stages * Layout::kBytes);
   float2* sums = reinterpret_cast<float2*>(results + Layout::results(args.group));
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(sums + kMostTurns * kMostGroup);
+  uint64_t* barriers = reinterpret_cast<uint64_t*>(sums + Layout::kWarps * kMostGroup);
   const Gather<T, D, kFp8> gather = {args, results, sums, reinterpret_cast<int*>(barriers + Layout::kWarps * stages)};
   const uint32_t pages = shared_address(shared + warp * stages * Layout::kBytes);
   const uint32_t full = shared_address(barriers + warp * stages);

@@ -20,6 +20,8 @@ struct Sums {
     value.z = value.z * mine + other.z * theirs;
     value.w = value.w * mine + other.w * theirs;
   }
+
+  __device__ float4 mean() const { return {value.x / total, value.y / total, value.z / total, value.w / total}; }
 };
 
 // Results of the warps of a block, or of several blocks, put together. A thread takes four dims of a query head.
@@ -28,14 +30,14 @@ struct Gather {
   using Layout = PageLayout<D, kFp8>;
   static constexpr int kQuads = D / 4;
   const DecodeArgs& args;
-  float* results;  // in shared memory: [warps, group, kPitch], or [turns, group, D]
-  float2* sums;    // [warps or turns, 8]
+  float* results;  // in shared memory: [warps, group, kPitch], or weights of blocks and [turns, group, D]
+  float2* sums;    // [warps, 8]
   int* last;       // whether this block is the last to finish an item
 
   // After all warps have stored: finishes a head that lies in this part alone, or leaves its partial result.
   __device__ void finish(const Segments& segment, int share) const {
     const int first_block = segment.begin / share, blocks = (segment.end - 1) / share - first_block + 1;
-    const int64_t place = (2 * blockIdx.x + (segment.base > 0)) * static_cast<int64_t>(args.group);
+    const int64_t mine = (2 * blockIdx.x + (segment.base > 0)) * static_cast<int64_t>(args.group);
     for (int quad = threadIdx.x; quad < args.group * kQuads; quad += Layout::kThreads) {
       const int head = quad / kQuads, dim = quad % kQuads * 4;
       Sums of_block;
@@ -45,10 +47,10 @@ struct Gather {
                      *reinterpret_cast<float4*>(&results[(warp * args.group + head) * Layout::kPitch + dim]));
       }
       if (blocks == 1) {
-        write(segment.item, head, dim, of_block);
+        write(segment.item, head, dim, of_block.mean());
       } else {
-        *reinterpret_cast<float4*>(&args.partial[(place + head) * D + dim]) = of_block.value;
-        if (dim == 0) args.sums[place + head] = make_float2(of_block.peak, of_block.total);
+        *reinterpret_cast<float4*>(&args.partial[(mine + head) * D + dim]) = of_block.value;
+        if (dim == 0) args.sums[mine + head] = make_float2(of_block.peak, of_block.total);
       }
     }
     if (blocks == 1) return;
@@ -61,42 +63,87 @@ struct Gather {
     }
   }
 
-  // The partial results of all blocks that share an item; the first has it at the begin of its part, or not. Threads
-  // beyond one for every four dims take turns with the blocks.
+  // The partial results of all blocks that share an item; the first has it at the begin of its part, or not. Weights come
+  // first, so that the loads of values wait for nothing and many are on their way at once: this block reads them all by
+  // itself. Threads beyond one for every four dims take turns with the blocks.
   __device__ void combine(int item, int first_block, int blocks, bool at_begin) const {
-    const int quads = args.group * kQuads, turns = min(max(Layout::kThreads / quads, 1), kMostTurns);
-    const int turn = threadIdx.x / quads;
+    const int quads = args.group * kQuads, turns = max(Layout::kThreads / quads, 1), turn = threadIdx.x / quads;
+    const float* weights = results;                       // [blocks, group]
+    float* of_turns = results + kMostBlocks * args.group;  // [turns, group, D]
+    weigh(first_block, blocks, at_begin);
     for (int quad = threadIdx.x % quads; turn < turns && quad < quads; quad += Layout::kThreads) {
-      const int head = quad / kQuads, dim = quad % kQuads * 4;
-      Sums of_turn;
-#pragma unroll 8
+      const int head = quad / kQuads;
+      const float* values = args.partial + head * D + quad % kQuads * 4;
+      float4 sum = {};
+#pragma unroll 16
       for (int block = turn; block < blocks; block += turns) {
-        const int64_t place = (2 * (first_block + block) + (block == 0 && !at_begin)) * static_cast<int64_t>(args.group);
-        of_turn.add(__ldcg(&args.sums[place + head]),
-                    __ldcg(reinterpret_cast<const float4*>(&args.partial[(place + head) * D + dim])));
+        add(sum, weights[block * args.group + head],
+            __ldcg(reinterpret_cast<const float4*>(values + place(first_block, block, at_begin) * D)));
       }
-      *reinterpret_cast<float4*>(&results[(turn * args.group + head) * D + dim]) = of_turn.value;
-      if (dim == 0) sums[turn * kMostGroup + head] = make_float2(of_turn.peak, of_turn.total);
+      *reinterpret_cast<float4*>(&of_turns[(turn * quads + quad) * 4]) = sum;
     }
     __syncthreads();
     for (int quad = threadIdx.x; quad < quads; quad += Layout::kThreads) {
-      const int head = quad / kQuads, dim = quad % kQuads * 4;
-      Sums all;
-      for (int i = 0; i < turns; ++i) {
-        all.add(sums[i * kMostGroup + head], *reinterpret_cast<float4*>(&results[(i * args.group + head) * D + dim]));
-      }
-      write(item, head, dim, all);
+      float4 all = {};
+      for (int i = 0; i < turns; ++i) add(all, 1.f, *reinterpret_cast<float4*>(&of_turns[(i * quads + quad) * 4]));
+      write(item, quad / kQuads, quad % kQuads * 4, all);
     }
   }
 
-  __device__ void write(int item, int group_head, int dim, const Sums& found) const {
+  // What each block's values count for in the whole, [blocks, group] in `results`. A warp takes a head, a lane every
+  // 32nd block.
+  __device__ void weigh(int first_block, int blocks, bool at_begin) const {
+    constexpr int kEach = kMostBlocks / 32;
+    const int lane = threadIdx.x % 32;
+    for (int head = threadIdx.x / 32; head < args.group; head += Layout::kWarps) {
+      float2 found[kEach];
+      float most = -INFINITY, total = 0.f;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int block = lane + 32 * i;
+        found[i] = block < blocks ? __ldcg(&args.sums[place(first_block, block, at_begin) + head])
+                                  : make_float2(-INFINITY, 0.f);
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) most = fmaxf(most, found[i].x);
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+      const float shift = most == -INFINITY ? 0.f : most;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        found[i].x = exp2f(found[i].x - shift);
+        total += found[i].x * found[i].y;
+      }
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (lane + 32 * i < blocks) results[(lane + 32 * i) * args.group + head] = found[i].x / total;
+      }
+    }
+    __syncthreads();
+  }
+
+  // Where the `block`-th of the blocks that share an item has left what it found, in rows of `partial` and `sums`.
+  __device__ int64_t place(int first_block, int block, bool at_begin) const {
+    return (2 * (first_block + block) + (block == 0 && !at_begin)) * static_cast<int64_t>(args.group);
+  }
+
+  __device__ static void add(float4& sum, float weight, float4 value) {
+    sum.x += weight * value.x;
+    sum.y += weight * value.y;
+    sum.z += weight * value.z;
+    sum.w += weight * value.w;
+  }
+
+  __device__ void write(int item, int group_head, int dim, float4 found) const {
     const int kv_head = item % args.heads;
     const float factor = args.scales ? args.scales[args.heads + kv_head] : 1.f;
-    const float values[4] = {found.value.x, found.value.y, found.value.z, found.value.w};
+    const float values[4] = {found.x, found.y, found.z, found.w};
     T* out = static_cast<T*>(args.out) + item / args.heads * args.out_row +
              (static_cast<int64_t>(kv_head) * args.group + group_head) * args.out_head + dim;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = narrow<T>(values[i] / found.total * factor);
+    for (int i = 0; i < 4; ++i) out[i] = narrow<T>(values[i] * factor);
   }
 };
 

@@ -11,7 +11,7 @@ constexpr int kMostGroup = 8;   // query heads of a KV head
 constexpr int kAtom = 128;      // bytes that the copy engine swizzles as one row
 constexpr int kMostShared = 227 * 1024;
 constexpr int kMostStages = 8;  // pages of a warp on their way; more than memory's latency can use
-constexpr int kMostTurns = 16;  // that threads take with the blocks of a head
+constexpr int kMostBlocks = 256;  // of a launch
 
 struct DecodeArgs {
   void* out;
@@ -36,22 +36,23 @@ struct DecodeArgs {
 // 16-byte pieces of a row so that the same piece of eight rows lies in eight different banks.
 template <int D, bool kFp8>
 struct PageLayout {
-  static constexpr int kWarps = D > 128 ? 4 : 8;
-  static constexpr int kThreads = kWarps * 32;
   static constexpr int kBytes = kPageTokens * 2 * D * (kFp8 ? 1 : 2);
+  // A warp's pages follow each other: of small pages, whose bytes arrive sooner, more must be at work at once.
+  static constexpr int kWarps = kBytes > 8192 ? 4 : kBytes > 4096 ? 8 : 16;
+  static constexpr int kThreads = kWarps * 32;
   static constexpr int kValuePiece = D * (kFp8 ? 1 : 2) / 16;  // the first 16-byte piece of V in a row
   static constexpr int kPitch = D + 4;                         // floats of a head's result, padded against conflicts
 
-  // Floats of the results of warps, [warps, group, kPitch], or of the turns that threads take with blocks: at least
-  // one of [group, D], and one of every four dims a thread.
+  // Floats of the results of warps, [warps, group, kPitch], or of weights of blocks and the turns that threads take with
+  // these: at least one of [group, D], and at most four dims a thread.
   __host__ __device__ static constexpr int results(int group) {
     const int of_warps = kWarps * group * kPitch, of_turns = group * D > 4 * kThreads ? group * D : 4 * kThreads;
-    return of_warps > of_turns ? of_warps : of_turns;
+    return of_warps > of_turns + kMostBlocks * group ? of_warps : of_turns + kMostBlocks * group;
   }
 
-  // Bytes behind the pages: results, sums [kMostTurns, 8] of warps or turns, barriers [warps, stages], and a flag.
+  // Bytes behind the pages: results, sums [warps, 8], barriers [warps, stages], and a flag.
   __host__ __device__ static constexpr int fixed(int group) {
-    return 4 * results(group) + 8 * (kMostTurns * kMostGroup + kWarps * kMostStages) + 16;
+    return 4 * results(group) + 8 * kWarps * (kMostGroup + kMostStages) + 16;
   }
 
   __host__ __device__ static constexpr int stages(int group) {  // 1,023 bytes may be lost to alignment
@@ -61,7 +62,7 @@ struct PageLayout {
 
   static constexpr int shared(int group) { return 1024 + kWarps * stages(group) * kBytes + fixed(group); }
 
-  static_assert(stages(kMostGroup) >= 2 && kWarps <= kMostTurns);
+  static_assert(stages(kMostGroup) >= 2);
 
   // Address of 16-byte piece `piece` of token `row`.
   __device__ static uint32_t address(uint32_t page, int row, int piece) {

@@ -10,7 +10,7 @@
 namespace kvplug {
 
 constexpr int kPlanThreads = 1024;
-constexpr int kLeastPages = 8;  // of a part, so that no warp is idle
+constexpr int kLeastPages = 8;  // of a part; fewer would leave warps idle
 
 // What one block does: `pages` pages of the line, from page `first` of item = (row, KV head) on. share: pages of every
 // part but the last. slot, length: of that item. begin, end: where it lies in the line.
