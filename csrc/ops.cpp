@@ -3,6 +3,8 @@
 
 TORCH_LIBRARY(vllm_kvplug, m) {
   m.def("kv_write(Tensor(a!) pool, Tensor key, Tensor value, Tensor dest) -> ()");
+  m.def("gather_rows(Tensor(a!) out, Tensor pool, Tensor rows) -> ()");
+  m.def("scatter_rows(Tensor(a!) pool, Tensor values, Tensor rows) -> ()");
   m.def(
       "decode_attention(Tensor(a!) out, Tensor query, Tensor pool, Tensor directory, Tensor chunks, "
       "Tensor row_slot, Tensor lengths, int first_head, int num_kv_heads, float scale) -> ()");

@@ -20,14 +20,23 @@ from vllm_kvplug.kernels.hopper import HopperPlan
 from vllm_kvplug import memory
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
+from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.memory import Charges, Geometry
+from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement import pool
+from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import Cuts, DecodeCuts, SharedPlan, ceil_div
 from vllm_kvplug.policies.base import PromptView
+from vllm_kvplug.policies.heterocache import HeteroCache
 from vllm_kvplug.policies.registry import make_policy
+from vllm_kvplug.tiers.codecs import Codec
+from vllm_kvplug.tiers.host import HostPool, Staging
+from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.prompt_end import QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
+from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.retrieval import Retriever, Tiers
 
 CPU = torch.device("cpu")
 GEOMETRY = Geometry.of_rank(SHAPE, 0, torch.bfloat16, max_requests=7, max_tokens=5000)
@@ -66,13 +75,14 @@ def test_pivot_queries(tmp_path: Path):
     assert memory.pivot_bytes(off, GEOMETRY) == memory.staging_tokens(off, GEOMETRY) == 0
 
 
-def test_staging_holds_the_largest_cluster_twice(tmp_path: Path):
+def test_staging_holds_all_clusters_and_the_largest_twice(tmp_path: Path):
     policy = heterocache(tmp_path, rho=0.6)
     kept = policy.plan().kept(5000)
     clusters = [kept[0][0] + kept[0][2], kept[0][3] + kept[0][5], kept[1][1] + kept[1][3]]
-    assert memory.staging_tokens(policy, GEOMETRY) == 2 * max(clusters)
+    assert memory.staging_tokens(policy, GEOMETRY) == sum(clusters)
     second = Geometry.of_rank(replace(SHAPE, tensor_parallel=2), 1, torch.bfloat16, 7, 5000)
-    assert memory.staging_tokens(policy, second) == 2 * max(kept[0][3] + kept[0][5], kept[1][3])
+    parts = [kept[0][3] + kept[0][5], kept[1][3]]
+    assert memory.staging_tokens(policy, second) == max(sum(parts), 2 * max(parts))
 
 
 def test_decode_plan():
@@ -208,6 +218,36 @@ def test_packing_takes_no_more_than_is_charged(share: float, monkeypatch: pytest
         request.pool.copy_pages(*pairs)
     charged = memory.packing_bytes(geometry)
     assert 0.4 * charged <= peak.most <= charged
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_retrieval_takes_no_more_than_is_charged(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A check of all pivots, at the longest prompt, after which all satellites fetch."""
+    policy, geometry = heterocache(tmp_path, rho=0.6, tau_drift=1.0), replace(GEOMETRY, max_requests=1, max_tokens=2000)
+    compared = memory._compared_bytes(geometry, 5) * 2000
+    monkeypatch.setattr(memory, "COMPARED_BYTES", at_once * compared)
+    retriever = Retriever(policy.retrieval, geometry, *retrieval_rooms(policy, geometry))
+    request = LiveRequest.admit(0, Admission(2000, RequestOptions()), policy)
+    retriever.begin(request)
+    rows = torch.arange(1, 128, dtype=torch.int32)[None]
+    retriever.tables.extend(0, rows, 0, 2000, 0, 1 << 30)
+    retriever.queries.recent.normal_()
+    with torch.inference_mode(), PeakMemory() as peak:
+        retriever.after_decode(request, 2005)
+        retriever._conclude(request, request.offloaded.check)
+    assert len(request.offloaded.in_flight) == 3
+    retriever.lane.close()
+    charged = memory.drift_bytes(policy, geometry)
+    assert 0.3 * charged <= peak.most <= charged
+
+
+def retrieval_rooms(policy: HeteroCache, geometry: Geometry) -> tuple[PivotQueries, pool.PagePool, PageTables, Tiers]:
+    sizes = geometry.table_sizes(128, policy)
+    pages = torch.randn(128 * geometry.heads, 16, 2 * geometry.head_dim).to(geometry.dtype)
+    host = HostPool(policy.host_capacity(2), Codec("auto", geometry.head_dim, geometry.dtype), pin=False)
+    staging = Staging(memory.staging_tokens(policy, geometry), geometry.head_dim, geometry.dtype, CPU)
+    tiers = Tiers(host, staging, Lane(CPU), None)
+    return PivotQueries(policy.retrieval, geometry, CPU), pool.PagePool(pages), PageTables(sizes, CPU), tiers
 
 
 def test_windows_of_larger_budgets_are_charged():

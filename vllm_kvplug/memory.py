@@ -25,6 +25,9 @@ SPLIT_WINDOWS = 4
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
+COMPARED_BYTES, RANKED_BYTES, FETCHED_BYTES = 512 << 20, 44, 48
+"""What drift checks compare at once, and take for a token of a pivot that is ranked, and for one that is fetched."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -74,6 +77,10 @@ class Geometry:
     def head_range(self) -> range:
         return range(self.first_head, self.first_head + self.kv_heads)
 
+    def flat(self, layer: int, head: int) -> int:
+        """A global KV head of this rank, counted over layers as tables do."""
+        return layer * self.kv_heads + head - self.first_head
+
     @property
     def block_bytes(self) -> int:
         """Bytes of a vLLM block over all layers."""
@@ -115,7 +122,7 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
         tables=sizes.fixed_bytes() + places + plan_bytes,
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
-        workspace=workspace_bytes(policy, geometry) + max_batch * scratch,
+        workspace=workspace_bytes(policy, geometry) + drift_bytes(policy, geometry) + max_batch * scratch,
         per_block=sizes.bytes_per_block(),
     )
 
@@ -155,14 +162,38 @@ def pivot_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 
 def staging_tokens(policy: Policy[Any], geometry: Geometry) -> int:
-    """Room for two fetches of the largest cluster of this rank at the longest prompt."""
+    """Room for a fetch of all clusters of this rank at the longest prompt, and for two of the largest one."""
     if policy.retrieval is None:
         return 0
     plan = policy.plan()
     assert isinstance(plan, PagePlan)
     kept = plan.kept(geometry.max_tokens)
     clusters = policy.retrieval.clusters
-    return 2 * max(sum(kept[c.layer][h] for h in c.satellites if h in geometry.head_range) for c in clusters)
+    tokens = [sum(kept[c.layer][h] for h in c.satellites if h in geometry.head_range) for c in clusters]
+    return max(sum(tokens), 2 * max(tokens))
+
+
+def drift_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """What drift checks take beside the model: scores of all pivots, their ranking, and what some of them compare. And
+    where fetched tokens go, come from and stand."""
+    if policy.retrieval is None:
+        return 0
+    pivots = sum(cluster.pivot in geometry.head_range for cluster in policy.retrieval.clusters)
+    at_once = pivots_at_once(geometry, policy.retrieval.window, geometry.max_tokens)
+    compared = min(at_once, pivots) * geometry.max_tokens * _compared_bytes(geometry, policy.retrieval.window)
+    ranked = pivots * geometry.max_tokens * RANKED_BYTES
+    return ranked + compared + staging_tokens(policy, geometry) * FETCHED_BYTES
+
+
+def pivots_at_once(geometry: Geometry, window: int, tokens: int) -> int:
+    """How many pivots a drift check compares together, whose prompt has so many tokens."""
+    return max(COMPARED_BYTES // (tokens * _compared_bytes(geometry, window)), 1)
+
+
+def _compared_bytes(geometry: Geometry, window: int) -> int:
+    """For a token of a pivot's prompt: its key, as it is stored and in float32, and every query's score of it."""
+    group = geometry.query_heads // geometry.kv_heads
+    return geometry.head_dim * (geometry.dtype.itemsize + 4) + 24 + (window + 1) * (12 * group + 24)
 
 
 def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:

@@ -88,6 +88,37 @@ def kv_write(pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dest: t
     torch.ops.vllm_kvplug.kv_write(pool, key, value, dest)
 
 
+def gather_rows(out: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows of a pool in host memory: out[i] = pool[rows[i]].
+
+    On CUDA the kernel reads pinned memory itself, so that small rows travel as fast as large ones; it is queued on the
+    current stream and takes few multiprocessors.
+
+    Args:
+        out: uint8 [n, bytes], contiguous, written in place.
+        pool: uint8 [R, bytes] on the CPU, contiguous; pinned if the others are on CUDA.
+        rows: int64 [n], on the device of `out`.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes or devices, or a pool that a GPU cannot read.
+        IndexError: on the CPU, a row outside the pool. On CUDA such a row stops the kernel.
+    """
+    if out.is_cuda:
+        load_library()
+        torch.ops.vllm_kvplug.gather_rows(out, pool, rows)
+    else:
+        out.copy_(pool[rows])
+
+
+def scatter_rows(pool: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+    """The other way: pool[rows[i]] = values[i]; see `gather_rows`. Rows must not repeat."""
+    if values.is_cuda:
+        load_library()
+        torch.ops.vllm_kvplug.scatter_rows(pool, values.contiguous(), rows)
+    else:
+        pool[rows] = values
+
+
 def decode_plan(
     rows: int, layers: int, kv_heads: int, query_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Any:

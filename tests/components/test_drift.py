@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvplug.components.drift import (
+    best,
     drifted,
     overlaps,
     pivot_scores,
-    ranking,
-    released_positions,
-    satellite_positions,
+    positions_of,
+    ranks,
+    released_choice,
 )
 
 
@@ -55,21 +56,49 @@ def test_attention_is_to_the_prompt_alone():
     torch.testing.assert_close(found, torch.full((1, 8), 1 / 8))
 
 
+def test_pivots_together_are_as_alone():
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(4, 3, 2, 8, generator=generator), torch.randn(4, 20, 8, generator=generator)
+    found = pivot_scores(queries, keys, 0.5, 5)
+    assert found.shape == (4, 3, 20)
+    for i in range(4):
+        torch.testing.assert_close(found[i], pivot_scores(queries[i], keys[i], 0.5, 5))
+
+
+def test_scores_are_never_nan():
+    """A ranking has a place for every token, whatever keys hold."""
+    keys = torch.randn(6, 4)
+    keys[2, 1] = torch.nan
+    assert not pivot_scores(torch.randn(2, 1, 4), keys, 1.0, 5).isnan().any()
+
+
 SCORES = st.lists(st.sampled_from([0.0, 0.5, 0.25, 1.0, torch.inf]), min_size=1, max_size=40)
 
 
+def by_rank(row: list[float]) -> list[int]:
+    return sorted(range(len(row)), key=lambda t: (-row[t], t))
+
+
+def positions(mask: torch.Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()
+
+
 @settings(deadline=None)
-@given(st.lists(SCORES, min_size=1, max_size=3))
-def test_ranking_is_by_score_then_by_position(rows: list[list[float]]):
+@given(st.lists(SCORES, min_size=1, max_size=3), st.data())
+def test_choices_are_by_score_then_by_position(rows: list[list[float]], data: st.DataObject):
     tokens = min(map(len, rows))
+    count = data.draw(st.integers(1, tokens))
     rows = [row[:tokens] for row in rows]
-    expected = [sorted(range(tokens), key=lambda t: (-row[t], t)) for row in rows]
-    assert ranking(torch.tensor(rows)).tolist() == expected
+    rank, chosen = ranks(torch.tensor(rows)), best(torch.tensor(rows), count)
+    for row, places, mask in zip(rows, rank.tolist(), chosen, strict=True):
+        assert [places.index(i) for i in range(tokens)] == by_rank(row)
+        assert positions(mask) == sorted(by_rank(row)[:count])
 
 
 def test_many_ties_go_to_the_earlier_token():
     """Enough of them that an unstable sort would mix them up."""
-    assert ranking(torch.zeros(2, 5000)).tolist() == [list(range(5000))] * 2
+    assert ranks(torch.zeros(2, 5000)).tolist() == [list(range(5000))] * 2
+    assert positions(best(torch.zeros(5000), 2000)) == list(range(2000))
 
 
 @settings(deadline=None)
@@ -77,11 +106,11 @@ def test_many_ties_go_to_the_earlier_token():
 def test_overlaps(tokens: int, rows: int, seed: int, data: st.DataObject):
     count = data.draw(st.integers(1, tokens))
     generator = torch.Generator().manual_seed(seed)
-    order = torch.stack([torch.randperm(tokens, generator=generator) for _ in range(rows)])
-    base = torch.randperm(tokens, generator=generator)
-    found = overlaps(order, base, count)
+    chosen = torch.stack([torch.randperm(tokens, generator=generator) < count for _ in range(rows)])
+    base = torch.randperm(tokens, generator=generator) < count
+    found = overlaps(chosen, base, count)
     assert found.dtype == torch.float32 and found.shape == (rows,)
-    expected = [len(set(row[:count]) & set(base[:count].tolist())) / count for row in order.tolist()]
+    expected = [len(set(positions(row)) & set(positions(base))) / count for row in chosen]
     assert found.tolist() == torch.tensor(expected).tolist()
     assert count < tokens or found.tolist() == [1.0] * rows
 
@@ -89,10 +118,10 @@ def test_overlaps(tokens: int, rows: int, seed: int, data: st.DataObject):
 @pytest.mark.parametrize("count", [1, 3, 82, 94, 110, 1000])
 def test_a_share_is_the_nearest_number(count: int):
     """So that a share of exactly the threshold is not below it, on any device."""
-    base = torch.arange(2 * count)
+    token = torch.arange(2 * count)
     for common in {0, 1, count // 3, count // 2, count - 1, count}:
-        order = torch.cat([base[:common], base[count : 2 * count - common]])[None]
-        share = overlaps(order, base, count)
+        chosen = (token < common) | ((token >= count) & (token < 2 * count - common))
+        share = overlaps(chosen[None], token < count, count)
         assert share.item() == torch.tensor(float(Fraction(common, count))).item()
         assert not drifted(share, common / count)
         assert common == 0 or not drifted(share, common / count - 1e-3)
@@ -113,22 +142,33 @@ def test_drift_is_a_median_below_the_threshold(tenths: list[int], threshold: int
 @settings(deadline=None)
 @given(SCORES, st.data())
 def test_positions_of_satellites(scores: list[float], data: st.DataObject):
+    """Two satellites of one pivot, the second with the largest share."""
     tokens = len(scores)
     most = data.draw(st.integers(1, tokens), "largest share")
     count = data.draw(st.integers(1, most), "share")
     protected = data.draw(st.integers(0, count), "protected")
-    best = sorted(range(tokens), key=lambda t: (-scores[t], t))
-    order = ranking(torch.tensor([scores]))[0]
-    assert satellite_positions(order, count).tolist() == sorted(best[:count])
-    assert released_positions(order, count, most).tolist() == sorted(best[:most])[:count]
-    others = sorted(best[protected:most])[: count - protected]
-    assert released_positions(order, count, most, protected).tolist() == sorted(best[:protected] + others)
+    order, rank = by_rank(scores), ranks(torch.tensor([scores, scores]))
+    counts, mosts = torch.tensor([[count], [most]]), torch.tensor([[most], [most]])
+
+    def found(mask: torch.Tensor) -> list[int]:
+        return positions_of(mask, counts[:, 0], count + most).tolist()
+
+    assert found(rank < counts) == sorted(order[:count]) + sorted(order[:most])
+    assert found(released_choice(rank, counts, mosts)) == sorted(order[:most])[:count] + sorted(order[:most])
+    others = sorted(order[protected:most])[: count - protected]
+    kept = found(released_choice(rank, counts, mosts, protected))
+    assert kept == sorted(order[:protected] + others) + sorted(order[:most])
 
 
 def test_positions_by_hand():
-    order = torch.tensor([7, 2, 9, 0, 5, 1, 3, 4, 6, 8])
-    assert satellite_positions(order, 3).tolist() == [2, 7, 9]
-    assert released_positions(order, 3, 5).tolist() == [0, 2, 5]  # the best token, 7, is lost
-    assert released_positions(order, 3, 5, protected=1).tolist() == [0, 2, 7]
-    assert released_positions(order, 3, 3).tolist() == [2, 7, 9]
-    assert satellite_positions(order, 10).tolist() == released_positions(order, 10, 10).tolist() == list(range(10))
+    order = [7, 2, 9, 0, 5, 1, 3, 4, 6, 8]
+    rank = torch.tensor([[order.index(t) for t in range(10)]])
+
+    def released(count: int, most: int, protected: int = 0) -> list[int]:
+        return positions(released_choice(rank, torch.tensor([[count]]), torch.tensor([[most]]), protected)[0])
+
+    assert positions_of(rank < 3, torch.tensor([3]), 3).tolist() == [2, 7, 9]
+    assert released(3, 5) == [0, 2, 5]  # the best token, 7, is lost
+    assert released(3, 5, protected=1) == [0, 2, 7]
+    assert released(3, 3) == [2, 7, 9]
+    assert released(10, 10) == list(range(10))

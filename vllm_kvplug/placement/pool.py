@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvplug import ops
 from vllm_kvplug.shape import PAGE
 
 COPY_BYTES = 64 << 20
@@ -48,11 +49,15 @@ class PagePool:
         key, value = self._tokens[token_slots].view(self.pages.dtype).to(self.dtype).chunk(2, -1)
         return key, value
 
+    def keys(self, token_slots: torch.Tensor) -> torch.Tensor:
+        """As `gather`, of K alone."""
+        key = self._tokens.view(len(self._tokens), 2, -1)[:, 0]
+        return key[token_slots].view(self.pages.dtype).to(self.dtype)
+
     def put(self, token_slots: torch.Tensor, content: torch.Tensor) -> None:
         """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V."""
-        if self.pages.dtype == FP8:
-            content = content.clamp(-MOST_E4M3, MOST_E4M3).to(self.pages.dtype).view(torch.uint8)
-        self._tokens[token_slots] = content
+        key, value = content.unsqueeze(1).chunk(2, -1)
+        ops.kv_write(self.pages, key, value, token_slots[:, None])
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens; both lists may overlap, since all are read before any is written."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from vllm_kvplug import ops
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.ledger import HOST_SLOT
+
+READ_BYTES = 64 << 20
+"""Encoded bytes that a read takes to the device before it decodes them."""
 
 
 class HostPool:
@@ -33,18 +37,26 @@ class HostPool:
         self._free.extend(slots.flatten().tolist())
 
     def write(self, slots: torch.Tensor, start: int, encoded: torch.Tensor) -> None:
-        """Store tokens [start, start + t) of each head. slots [heads, n]; encoded uint8 [heads, t, token bytes]."""
-        index = _rows(slots, torch.arange(start, start + encoded.shape[1]))
-        self.rows[index] = encoded.cpu()
+        """Store tokens [start, start + t) of each head. slots [heads, n]; encoded uint8 [heads, t, token bytes].
 
-    def read(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K and V of one head's tokens at `positions` int64 [n] on the CPU, [n, 2 * head_dim]. slots [n slots]."""
-        return self.codec.decode(self.rows[_rows(slots[None], positions)[0]])
+        Both are on one device; on a GPU the copy is queued on its current stream.
+        """
+        position = torch.arange(start, start + encoded.shape[1], device=slots.device)
+        index = rows_of(slots[:, position // HOST_SLOT], position)
+        ops.scatter_rows(self.rows, encoded.flatten(0, 1), index.flatten())
+
+    def read(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """K and V of the tokens in `rows` int64 [n] of the pool, into `out` [n, 2 * head_dim], on one device."""
+        some = READ_BYTES // self.codec.token_bytes
+        for index, target in zip(rows.split(some), out.split(some), strict=True):
+            encoded = torch.empty((len(index), self.codec.token_bytes), dtype=torch.uint8, device=out.device)
+            ops.gather_rows(encoded, self.rows, index)
+            target.copy_(self.codec.decode(encoded))
 
 
-def _rows(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows of the pool, int64 [heads, n], of tokens at `positions` [n] of heads with `slots` [heads, slots]."""
-    return slots[:, positions // HOST_SLOT] * HOST_SLOT + positions % HOST_SLOT
+def rows_of(slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of the pool of tokens at `positions`, whose slots are `slots`; int64, they broadcast."""
+    return slots * HOST_SLOT + positions % HOST_SLOT
 
 
 class Staging:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvplug.components.drift import drifted, overlaps, pivot_scores, ranking
+from vllm_kvplug.components.drift import best, drifted, overlaps, pivot_scores
+from vllm_kvplug.memory import pivots_at_once
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.policies.base import Retrieval
-from vllm_kvplug.worker.requests import Check, LiveRequest
+from vllm_kvplug.worker.requests import Check, LiveRequest, upload
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
@@ -21,7 +24,7 @@ class PivotQueries:
 
     recent [slots + 1, window, pivots, group, d] is written by decode rows inside the captured graph, at the place
     that the row's phase says; the spare last slot takes padding rows. base [slots + 1, pivots, group, d]: a
-    baseline is remembered as the query that made it, since its tokens follow from it.
+    baseline is remembered as the query that made it, since its tokens follow from it. pivot_heads: flat heads, int64.
     """
 
     def __init__(self, retrieval: Retrieval, geometry: Geometry, device: torch.device):
@@ -31,6 +34,8 @@ class PivotQueries:
         pivots = [retrieval.clusters[i] for i in self.clusters]
         self._of_layer: dict[int, tuple[slice, torch.Tensor, torch.Tensor]] = {}
         self.base_head = [c.pivot - geometry.first_head for c in pivots]
+        flat = [geometry.flat(c.layer, c.pivot) for c in pivots]
+        self.pivot_heads = torch.tensor(flat, dtype=torch.int64, device=device)
         for layer in sorted({c.layer for c in pivots}):
             places = [place for place, c in enumerate(pivots) if c.layer == layer]
             heads = [self.base_head[place] for place in places]
@@ -67,59 +72,91 @@ class PivotQueries:
 
 
 class DriftCheck:
-    """Compares what pivots attend to now with their baselines."""
+    """Compares what pivots attend to now with their baselines. On CUDA beside the model, on a stream of its own."""
 
     def __init__(
         self, retrieval: Retrieval, geometry: Geometry, queries: PivotQueries, pool: PagePool, tables: PageTables
     ):
         self.retrieval, self.geometry, self.queries = retrieval, geometry, queries
         self.pool, self.tables = pool, tables
+        self._device = tables.lengths.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._layers = [retrieval.clusters[cluster].layer for cluster in queries.clusters]
+
+    @contextmanager
+    def beside(self, *inputs: torch.Tensor) -> Iterator[None]:
+        """What happens here sees all that was queued before, which goes on beside it. inputs: tensors it reads."""
+        if self._stream is None:
+            yield
+            return
+        for tensor in inputs:
+            tensor.record_stream(self._stream)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def keep_for_caller(self, *tensors: torch.Tensor) -> None:
+        """Tensors made beside the model that are given up while what the caller has queued still reads them."""
+        for tensor in tensors if self._stream else ():
+            tensor.record_stream(torch.cuda.current_stream(self._device))
 
     def start(self, request: LiveRequest, length: int) -> Check:
-        """Check all pivots that have nothing in flight; the outcome may still be on its way. No host sync."""
-        assert request.offloaded is not None
-        clusters = [c for c in self.queries.clusters if c not in request.offloaded.flights]
-        flags, orders = [], []
-        for cluster in clusters:
-            flag, order = self._check(request, cluster)
-            flags.append(flag)
-            orders.append(order)
-        device = self.tables.lengths.device
-        outcome = torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device)
-        if device.type != "cuda":
-            return Check(length, clusters, outcome, orders, None)
-        host = torch.empty(outcome.shape, dtype=torch.bool, pin_memory=True)
-        host.copy_(outcome, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Check(length, clusters, host, orders, ready)
+        """Check all pivots, unless all have something in flight; the outcome may still be on its way. No host sync.
 
-    def _check(self, request: LiveRequest, cluster: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whether the pivot has drifted, and the ranking of its newest query, int64 [prompt tokens]."""
+        Pages of a pivot's prompt stay as they are while the request lives. Its queries do not: they are copied.
+        """
         assert request.offloaded is not None
-        how, place, slot = self.retrieval, self.queries.place[cluster], request.slot
-        layer, pivot = how.clusters[cluster].layer, how.clusters[cluster].pivot - self.geometry.first_head
-        keys = self._keys(request, layer, pivot)
-        scores = pivot_scores(self.queries.recent[slot, :, place], keys, self.geometry.scale, how.kernel)
-        order = ranking(scores)
-        base_head = request.offloaded.base_head[cluster]
-        base_keys = keys if base_head == pivot else self._keys(request, layer, base_head)
-        base = ranking(pivot_scores(self.queries.base[slot, place][None], base_keys, self.geometry.scale, how.kernel))
-        count = request.policy.drift_tokens(request.prefill_end)
-        flag = drifted(overlaps(order, base[0], count), how.threshold)
+        idle = [c for c in self.queries.clusters if c not in request.offloaded.in_flight]
+        if not idle:
+            nothing = torch.zeros(0, device=self._device)
+            return Check(length, [], nothing.bool().cpu(), nothing[:, None], None)
+        recent, base = self.queries.recent[request.slot].clone(), self.queries.base[request.slot].clone()
+        by_layer = zip(self._layers, request.offloaded.base_head.values(), strict=True)
+        base_heads = upload([layer * self.geometry.kv_heads + head for layer, head in by_layer], self._device)
+        with self.beside(recent, base, base_heads):
+            flags, scores = self._compare(request, recent.transpose(0, 1), base[:, None], base_heads)
+            if self._stream is None:
+                return Check(length, self.queries.clusters, flags, scores, None)
+            host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
+            host.copy_(flags, non_blocking=True)
+            return Check(length, self.queries.clusters, host, scores, self._stream.record_event())
+
+    def _compare(
+        self, request: LiveRequest, recent: torch.Tensor, base: torch.Tensor, base_heads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether pivots have drifted, bool [pivots], and the scores of their newest queries, float32 [pivots, T].
+
+        recent [pivots, window, group, d], base [pivots, 1, group, d]: their queries. base_heads int64 [pivots]: flat
+        heads that made the baselines. So many pivots at a time that workspace has a bound.
+        """
+        how, tokens = self.retrieval, request.prefill_end
+        count = request.policy.drift_tokens(tokens)
+        some = pivots_at_once(self.geometry, how.window, tokens)
+        flags, newest = [], torch.empty((len(recent), tokens), device=self._device)
+        for first in range(0, len(recent), some):
+            part = slice(first, first + some)
+            keys = self._keys(request, self.queries.pivot_heads[part])
+            scores = pivot_scores(recent[part], keys, self.geometry.scale, how.kernel)
+            if how.as_released:
+                keys = self._keys(request, base_heads[part])
+            first_scores = pivot_scores(base[part], keys, self.geometry.scale, how.kernel)
+            shares = overlaps(best(scores, count), best(first_scores, count), count)
+            flags.append(drifted(shares, how.threshold))
+            newest[part] = scores[:, -1]
         for start, end in request.policy.options.protect:  # they are fetched again before all others
-            scores[-1, start:end] = torch.inf
-        return flag, ranking(scores[-1]) if request.policy.options.protect else order[-1]
+            newest[:, start:end] = torch.inf
+        return torch.cat(flags), newest
 
-    def _keys(self, request: LiveRequest, layer: int, head: int) -> torch.Tensor:
-        """A pivot's prompt keys [tokens, d]: it keeps them all, in order."""
-        device = self.tables.lengths.device
-        index = torch.arange(request.prefill_end, device=device)
-        return self.pool.gather(self.tables.locate(request.slot, layer * self.geometry.kv_heads + head, index))[0]
+    def _keys(self, request: LiveRequest, heads: torch.Tensor) -> torch.Tensor:
+        """Prompt keys of flat `heads` [n], [n, tokens, d]: pivots keep them all, in order."""
+        index = torch.arange(request.prefill_end, device=self._device)
+        return self.pool.keys(self.tables.locate(request.slot, heads[:, None], index))
 
-    def rebase(self, request: LiveRequest, cluster: int) -> None:
+    def rebase(self, request: LiveRequest, clusters: list[int]) -> None:
         """After a trigger the newest query is the baseline."""
         assert request.offloaded is not None
-        place = self.queries.place[cluster]
-        self.queries.base[request.slot, place] = self.queries.recent[request.slot, -1, place]
-        request.offloaded.base_head[cluster] = self.retrieval.clusters[cluster].pivot - self.geometry.first_head
+        for cluster in clusters:
+            pivot = self.retrieval.clusters[cluster].pivot - self.geometry.first_head
+            request.offloaded.base_head[cluster] = pivot
+        places = upload([self.queries.place[cluster] for cluster in clusters], self._device)
+        self.queries.base[request.slot, places] = self.queries.recent[request.slot, -1, places]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -13,21 +14,22 @@ from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.lane import Ticket
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """A cluster's tokens on their way from the host.
+    """Tokens of one request on their way from the host, for the satellites of the clusters that one check found.
 
-    due: the request's length in the first step that sees them. heads: flat heads of this rank. positions: int64,
-    ascending, one tensor per head. staged: where they wait, or None if staging was full. pieces: fetches that the
-    limit per step still holds back. ticket: of the last fetch submitted.
+    due: the request's length in the first step that sees them. staged: where they wait in staging, or None if
+    staging was full. target, positions, rows: their token slots, positions, and rows of the host pool, int64 [tokens].
+    pieces: parts of them that the limit per step still holds back. ticket: of the last part submitted.
     """
 
-    cluster: int
+    clusters: list[int]
     due: int
-    heads: list[int]
-    positions: list[torch.Tensor]
     staged: slice | None
-    pieces: list[Any] = field(default_factory=list)
+    target: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    pieces: list[slice] = field(default_factory=list)
     ticket: Ticket | None = None
 
 
@@ -35,14 +37,15 @@ class Flight:
 class Check:
     """A drift check whose outcome is on its way to the host.
 
-    length: of the request at the check. flags: bool [local clusters], in host memory once `ready` has happened.
-    orders: rankings of the newest query of each local cluster's pivot, on the device.
+    length: of the request at the check. clusters: that were checked, of which this rank holds the pivot. flags: bool
+    [clusters], in host memory once `ready` has happened. scores: of each pivot's newest query, float32 [clusters, T],
+    on the device, where protected tokens have inf.
     """
 
     length: int
     clusters: list[int]
     flags: torch.Tensor
-    orders: list[torch.Tensor]
+    scores: torch.Tensor
     ready: Any
 
 
@@ -51,17 +54,18 @@ class Offloaded:
     """A request's share of the host tier, and its retrievals.
 
     heads: flat heads of this rank whose prompt is there, int64 [n], ascending, on the device. slots: int64
-    [n, host slots] on the CPU. row: by flat head, its place in both. of_layer: by layer, where its heads stand in
-    them, and which heads of the layer these are, int64 on the device. base_head: by cluster whose pivot this rank
-    holds, the KV head of the rank that made the baseline.
+    [n, host slots] on the CPU, and where the heads are. row: by flat head, its place in all three. of_layer: by layer,
+    where its heads stand in them, and which heads of the layer these are, int64 on the device. base_head: by cluster
+    whose pivot this rank holds, the KV head of the rank that made the baseline.
     """
 
     heads: torch.Tensor
     slots: torch.Tensor
+    slots_here: torch.Tensor
     row: dict[int, int]
     of_layer: dict[int, tuple[slice, torch.Tensor]]
     base_head: dict[int, int]
-    flights: dict[int, Flight] = field(default_factory=dict)
+    flights: list[Flight] = field(default_factory=list)
     check: Check | None = None
 
     @classmethod
@@ -69,17 +73,20 @@ class Offloaded:
         cls, heads: list[int], slots: torch.Tensor, kv_heads: int, base_head: dict[int, int], device: torch.device
     ) -> Self:
         """heads: flat and ascending; kv_heads: of a layer."""
-        on_device = torch.tensor(heads, dtype=torch.int64).to(device, non_blocking=True)
+        on_device = upload(heads, device)
         layers = [head // kv_heads for head in heads]
         of_layer = {}
         for layer in dict.fromkeys(layers):
             place = slice(layers.index(layer), layers.index(layer) + layers.count(layer))
             of_layer[layer] = (place, on_device[place] - layer * kv_heads)
-        return cls(on_device, slots, {head: i for i, head in enumerate(heads)}, of_layer, base_head)
+        return cls(
+            on_device, slots, upload(slots, device), {head: i for i, head in enumerate(heads)}, of_layer, base_head
+        )
 
-    def slots_of(self, head: int) -> torch.Tensor:
-        """Host slots of a flat head, int64 [host slots]."""
-        return self.slots[self.row[head]]
+    @property
+    def in_flight(self) -> set[int]:
+        """Clusters whose satellites wait for tokens."""
+        return {cluster for flight in self.flights for cluster in flight.clusters}
 
 
 @dataclass
@@ -107,3 +114,9 @@ class LiveRequest:
     def cut_at_end(self) -> bool:
         """Whether every head is cut to a budget of its own when the prompt is complete."""
         return isinstance(self.plan, PagePlan) and self.plan.shrinks
+
+
+def upload(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int64 on the device, without waiting for it."""
+    values = torch.as_tensor(numbers, dtype=torch.int64)
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)

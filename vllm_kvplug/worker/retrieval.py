@@ -11,25 +11,27 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from vllm_kvplug.components.drift import released_positions, satellite_positions
+from vllm_kvplug.components.drift import positions_of, ranks, released_choice
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import PagePlan, ceil_div
 from vllm_kvplug.policies.base import Retrieval
-from vllm_kvplug.tiers.host import HostPool, Staging
-from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.tiers.host import HostPool, Staging, rows_of
+from vllm_kvplug.tiers.lane import Lane, Ticket
 from vllm_kvplug.tiers.ledger import HOST_SLOT
 from vllm_kvplug.worker.drift import DriftCheck, PivotQueries
-from vllm_kvplug.worker.requests import Check, Flight, LiveRequest, Offloaded
+from vllm_kvplug.worker.requests import Check, Flight, LiveRequest, Offloaded, upload
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
 
 MIB = 1 << 20
+CHOICES = 1 << 23
+"""Places of a choice of tokens that are looked at together."""
 
 
 class Peers(Protocol):
@@ -67,6 +69,15 @@ class Counters:
         return any(vars(self).values())
 
 
+class Wanted(NamedTuple):
+    """What one satellite fetches. scores: whose row says which tokens. head: flat. most: of the cluster's largest share."""
+
+    scores: int
+    head: int
+    count: int
+    most: int
+
+
 class Retriever:
     """The host tier of one rank at work for its requests.
 
@@ -90,7 +101,8 @@ class Retriever:
         self.drift = DriftCheck(retrieval, geometry, queries, pool, tables)
         self.counters = Counters()
         self.on_check: Callable[[int, int, list[int]], None] = lambda length, due, clusters: None
-        self._held_back: deque[tuple[Flight, Callable[[], None], int]] = deque()
+        self._held_back: deque[tuple[Flight, slice]] = deque()
+        self._landed: deque[tuple[int, Callable[[], float | None]]] = deque()  # clusters, and the seconds they waited
 
     # ---- beginning and end
 
@@ -110,7 +122,7 @@ class Retriever:
         """Forget a request. What it has in flight is dropped: a copy only ever writes to staging."""
         if request.offloaded is None:
             return
-        for flight in request.offloaded.flights.values():
+        for flight in request.offloaded.flights:
             self._release(flight)
         self.host.release(request.offloaded.slots)
         request.offloaded = None
@@ -123,7 +135,7 @@ class Retriever:
             return
         rows, heads = request.offloaded.of_layer[layer]
         encoded = self.host.codec.encode(key[:, heads].transpose(0, 1), value[:, heads].transpose(0, 1))
-        self._store(request.offloaded.slots[rows], start, encoded)
+        self._store(request.offloaded.slots_here[rows], start, encoded)
 
     def store_token(self, request: LiveRequest, position: int) -> None:
         """As `store`, for a prompt token that came in a decode row: from its pages, all layers."""
@@ -132,7 +144,7 @@ class Retriever:
         heads = request.offloaded.heads
         where = self.tables.locate(request.slot, heads, torch.full_like(heads, position))
         key, value = self.pool.gather(where)
-        self._store(request.offloaded.slots, position, self.host.codec.encode(key[:, None], value[:, None]))
+        self._store(request.offloaded.slots_here, position, self.host.codec.encode(key[:, None], value[:, None]))
 
     def _store(self, slots: torch.Tensor, start: int, encoded: torch.Tensor) -> None:
         self.lane.submit(lambda: self.host.write(slots, start, encoded), encoded)
@@ -145,30 +157,39 @@ class Retriever:
     # ---- decode: checks and landings
 
     def begin_step(self) -> None:
-        """Submit what the limit per step held back."""
+        """Submit what the limit per step held back, and count landings that are known to have waited."""
         left = self._limit
         while self._held_back and left > 0:
-            flight, job, size = self._held_back.popleft()
-            if job in flight.pieces:
-                flight.pieces.remove(job)
-                flight.ticket = self.lane.submit(job)
-                left -= size
+            flight, piece = self._held_back.popleft()
+            if piece in flight.pieces:
+                flight.pieces.remove(piece)
+                flight.ticket = self._fetch(flight, piece)
+                left -= (piece.stop - piece.start) * self.host.codec.token_bytes
+        while self._landed and (seconds := self._landed[0][1]()) is not None:
+            clusters, _ = self._landed.popleft()
+            if seconds:
+                self.counters.late_landings += clusters
+                self.counters.late_microseconds += max(int(seconds * 1e6), 1)
 
     @property
     def _limit(self) -> int:
+        """Bytes that may be fetched in one step."""
         return 1 << 62 if self.retrieval.step_mib is None else max(int(self.retrieval.step_mib * MIB), 1)
 
     def before_decode(self, request: LiveRequest, length: int) -> None:
-        """At the start of the step after which the request has `length` tokens: land what is due."""
+        """At the start of the step after which the request has `length` tokens: land what is due.
+
+        A check is concluded when its outcome is there, at the latest when it must land or its queries are overwritten.
+        """
         state = request.offloaded
         if state is None:
             return
         if state.check is not None:
-            last_chance = length >= state.check.length + self.retrieval.land_after
-            if last_chance or state.check.ready is None or state.check.ready.query():
+            last_chance = state.check.length + min(self.retrieval.land_after, self.retrieval.window)
+            if length >= last_chance or state.check.ready is None or state.check.ready.query():
                 self._conclude(request, state.check)
                 state.check = None
-        for flight in [f for f in state.flights.values() if f.due <= length]:
+        for flight in [f for f in state.flights if f.due <= length]:
             self._land(request, flight)
 
     def after_decode(self, request: LiveRequest, length: int) -> None:
@@ -188,112 +209,135 @@ class Retriever:
             self._conclude(request, check)
 
     def _conclude(self, request: LiveRequest, check: Check) -> None:
-        """Start fetching for the pivots that drifted."""
+        """Start fetching for the pivots that drifted and have nothing in flight."""
         assert request.offloaded is not None
         if check.ready is not None:
             check.ready.synchronize()
-        own = dict(zip(check.clusters, check.orders, strict=True))
         flags = torch.zeros(len(self.retrieval.clusters), dtype=torch.bool)
-        flags[check.clusters] = check.flags.cpu()
+        flags[check.clusters] = check.flags
+        for cluster in request.offloaded.in_flight:
+            flags[cluster] = False
         if self.peers is not None:
             flags = self.peers.any(flags)
         triggered = flags.nonzero().flatten().tolist()
-        budgets = {c: self._budgets(request, c) for c in triggered}
-        size = sum(sum(b.values()) for b in budgets.values()) * self.host.codec.token_bytes
+        shares = {c: self._shares(request, c) for c in triggered}
+        size = sum(sum(share.values()) for share in shares.values()) * self.host.codec.token_bytes
         due = check.length + max(self.retrieval.land_after, ceil_div(size, self._limit))
         self.on_check(check.length, due, triggered)
-        for cluster in triggered:
-            order = self._share_order(request, cluster, own.get(cluster), max(budgets[cluster].values(), default=0))
-            if cluster in own:
-                self.drift.rebase(request, cluster)
-            self.counters.triggers += 1
-            self._launch(request, cluster, due, budgets[cluster], order)
+        if not triggered:
+            return
+        self.counters.triggers += len(triggered)
+        with self.drift.beside():
+            flight = self._plan_flight(request, due, shares, self._scores(request, check, triggered))
+        self.drift.rebase(request, [c for c in triggered if c in check.clusters])
+        request.offloaded.flights.append(flight)
+        self._launch(flight)
 
-    def _budgets(self, request: LiveRequest, cluster: int) -> dict[int, int]:
+    def _shares(self, request: LiveRequest, cluster: int) -> dict[int, int]:
         """Prompt tokens of the cluster's satellites that were cut, by global head, on all ranks."""
         assert isinstance(request.plan, PagePlan)
         kept = request.plan.kept(request.prefill_end)[self.retrieval.clusters[cluster].layer]
         satellites = self.retrieval.clusters[cluster].satellites
         return {head: kept[head] for head in satellites if kept[head] < request.prefill_end}
 
-    def _share_order(self, request: LiveRequest, cluster: int, order: torch.Tensor | None, most: int) -> torch.Tensor:
-        """The best `most` positions of a pivot, from the first rank that holds it."""
+    def _scores(self, request: LiveRequest, check: Check, triggered: list[int]) -> torch.Tensor:
+        """Of the triggered pivots' newest queries, float32 [triggered, T]; from the first rank that holds each."""
+        device, place = check.scores.device, {cluster: i for i, cluster in enumerate(check.clusters)}
         if self.peers is None:
-            assert order is not None
-            return order[:most]
-        shape, pivot = request.policy.shape, self.retrieval.clusters[cluster].pivot
-        owner = next(rank for rank in range(shape.tensor_parallel) if pivot in shape.rank_heads(rank))
-        mine = torch.zeros(most, dtype=torch.int64) if order is None else order[:most].cpu()
-        return self.peers.share(mine, owner).to(self.tables.lengths.device)
+            return check.scores[upload([place[cluster] for cluster in triggered], device)]
+        shape, shared = request.policy.shape, []
+        for cluster in triggered:
+            pivot = self.retrieval.clusters[cluster].pivot
+            owner = next(rank for rank in range(shape.tensor_parallel) if pivot in shape.rank_heads(rank))
+            mine = check.scores[place[cluster]].cpu() if cluster in place else torch.zeros(request.prefill_end)
+            shared.append(self.peers.share(mine, owner))
+        return torch.stack(shared).to(device)
 
-    def _launch(
-        self, request: LiveRequest, cluster: int, due: int, budgets: dict[int, int], order: torch.Tensor
-    ) -> None:
+    def _plan_flight(
+        self, request: LiveRequest, due: int, shares: dict[int, dict[int, int]], scores: torch.Tensor
+    ) -> Flight:
+        """What this rank's satellites fetch, and where it goes. shares: of triggered clusters, whose `scores` these are."""
         assert request.offloaded is not None
-        g, layer = self.geometry, self.retrieval.clusters[cluster].layer
-        local = {h: count for h, count in budgets.items() if h in g.head_range}
-        most = max(budgets.values(), default=0)
-        if self.retrieval.as_released:
-            protected = request.policy.options.protected(request.prefill_end)
-            positions = [released_positions(order, count, most, protected) for count in local.values()]
-        else:
-            positions = [satellite_positions(order, count) for count in local.values()]
-        heads = [layer * g.kv_heads + h - g.first_head for h in local]
-        flight = Flight(cluster, due, heads, positions, self.staging.take(sum(local.values())))
-        request.offloaded.flights[cluster] = flight
-        self.counters.fetched_bytes += sum(local.values()) * self.host.codec.token_bytes
-        if flight.staged is None:
+        g, device = self.geometry, scores.device
+        wanted = [
+            Wanted(place, g.flat(self.retrieval.clusters[cluster].layer, head), count, max(share.values()))
+            for place, (cluster, share) in enumerate(shares.items())
+            for head, count in share.items()
+            if head in g.head_range
+        ]
+        total = sum(one.count for one in wanted)
+        positions = self._positions(request, scores, wanted)
+        host_row = [request.offloaded.row[one.head] for one in wanted]
+        columns = upload([*(one.count for one in wanted), *(one.head for one in wanted), *host_row], device)
+        counts, heads, host_rows = columns.view(3, len(wanted))
+        of = torch.repeat_interleave(torch.arange(len(wanted), device=device), counts, output_size=total)
+        index = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[of]
+        target = self.tables.locate(request.slot, heads[of], index)
+        slots = request.offloaded.slots_here[host_rows[of], positions // HOST_SLOT]
+        staged = self.staging.take(total)
+        return Flight(list(shares), due, staged, target, positions, rows_of(slots, positions))
+
+    def _positions(self, request: LiveRequest, scores: torch.Tensor, wanted: list[Wanted]) -> torch.Tensor:
+        """The positions that satellites get, ascending, one satellite after another: int64. Some of them at a time,
+        because a choice has a place for every token of the prompt.
+        """
+        rank, device = ranks(scores), scores.device
+        protected = request.policy.options.protected(request.prefill_end)
+        some = max(CHOICES // scores.shape[1], 1)
+        found = [torch.empty(0, dtype=torch.int64, device=device)]
+        for first in range(0, len(wanted), some):
+            part = wanted[first : first + some]
+            columns = [*(w.scores for w in part), *(w.count for w in part), *(w.most for w in part)]
+            of, count, most = upload(columns, device).view(3, len(part), 1)
+            mine = rank[of[:, 0]]
+            chosen = released_choice(mine, count, most, protected) if self.retrieval.as_released else mine < count
+            found.append(positions_of(chosen, count[:, 0], sum(w.count for w in part)))
+        return torch.cat(found)
+
+    def _launch(self, flight: Flight) -> None:
+        """Begin to fetch, as fast as the limit per step allows. Without room in staging it happens at the landing."""
+        total, row = len(flight.positions), self.host.codec.token_bytes
+        self.counters.fetched_bytes += total * row
+        if flight.staged is None or not total:
             return
-        start = flight.staged.start
-        for head, where in zip(heads, positions, strict=True):
-            target = self.staging.buffer[start : start + len(where)]
-            job = self._fetch(request.offloaded.slots_of(head), where, target)
-            flight.pieces.append(job)
-            self._held_back.append((flight, job, len(where) * self.host.codec.token_bytes))
-            start += len(where)
+        at_once = min(max(self._limit // row, 1), total)
+        flight.pieces = [slice(first, min(first + at_once, total)) for first in range(0, total, at_once)]
+        self._held_back.extend((flight, piece) for piece in flight.pieces)
         if self.retrieval.step_mib is None:
             self.begin_step()
 
-    def _fetch(self, slots: torch.Tensor, positions: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-        def job() -> None:
-            target.copy_(self.host.read(slots, positions.cpu()))
+    def _fetch(self, flight: Flight, piece: slice) -> Ticket:
+        assert flight.staged is not None
+        start = flight.staged.start
+        return self._read(flight.rows[piece], self.staging.buffer[start + piece.start : start + piece.stop])
 
-        return job
+    def _read(self, rows: torch.Tensor, target: torch.Tensor) -> Ticket:
+        """Behind everything in the lane, for earlier stores may still be on their way, and behind what planned it."""
+        with self.drift.beside():
+            return self.lane.submit(lambda: self.host.read(rows, target), rows, target)
 
     def _land(self, request: LiveRequest, flight: Flight) -> None:
-        """Overwrite the satellites' prompt tokens with the fetched ones; waits for them if it must."""
+        """Overwrite the satellites' prompt tokens with the fetched ones; what follows waits for them if it must."""
         assert request.offloaded is not None
-        late = bool(flight.pieces) or flight.staged is None or (flight.ticket is not None and not flight.ticket.done)
-        began = time.perf_counter()
-        for job in flight.pieces:
-            flight.ticket = self.lane.submit(job)
+        began, behind = time.perf_counter(), bool(flight.pieces) or flight.staged is None
+        for piece in flight.pieces:
+            flight.ticket = self._fetch(flight, piece)
         flight.pieces.clear()
+        if flight.staged is None:
+            content = self.staging.buffer.new_empty((len(flight.positions), self.staging.buffer.shape[1]))
+            flight.ticket = self._read(flight.rows, content)
+        else:
+            content = self.staging.buffer[flight.staged]
         if flight.ticket is not None:
-            flight.ticket.wait()
-        device = self.tables.lengths.device
-        start = flight.staged.start if flight.staged else 0
-        for head, where in zip(flight.heads, flight.positions, strict=True):
-            if flight.staged:
-                content = self.staging.buffer[start : start + len(where)]
-            else:
-                content = self._read_now(request.offloaded.slots_of(head), where).to(device)
-            start += len(where)
-            index = torch.arange(len(where), device=device)
-            target = self.tables.locate(request.slot, head, index)
-            self.pool.put(target, content)
-            self.tables.set_positions(target, where)
-        self.counters.landings += 1
-        if late:
-            self.counters.late_landings += 1
-            self.counters.late_microseconds += int((time.perf_counter() - began) * 1e6)
-        del request.offloaded.flights[flight.cluster]
+            waited = flight.ticket.join()
+            lost = time.perf_counter() - began if behind else 0.0
+            self._landed.append((len(flight.clusters), lambda: None if (w := waited()) is None else w + lost))
+        self.pool.put(flight.target, content)
+        self.tables.set_positions(flight.target, flight.positions)
+        self.drift.keep_for_caller(flight.target, flight.positions)
+        self.counters.landings += len(flight.clusters)
+        request.offloaded.flights.remove(flight)
         self._release(flight)
-
-    def _read_now(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Read behind everything in the lane: earlier stores may still be on their way."""
-        result: list[torch.Tensor] = []
-        self.lane.submit(lambda: result.append(self.host.read(slots, positions.cpu()))).wait()
-        return result[0]
 
     def _release(self, flight: Flight) -> None:
         flight.pieces.clear()

@@ -1,0 +1,69 @@
+// Rows between device memory and a pool in pinned host memory, which the kernel reads or writes itself: rows of one token
+// and head are too small for a copy engine. Free of torch headers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cassert>
+#include <cstdint>
+
+namespace kvplug {
+
+constexpr int kRowWarps = 8;
+constexpr int kMostRowBlocks = 16;  // of a launch: they fill the bus, and leave the model that runs beside them the rest
+constexpr int kRowsAhead = 8;       // of a warp, on their way at once
+
+struct RowsArgs {
+  char* pool;
+  char* dense;
+  const int64_t* rows;  // of the pool
+  int64_t count, pool_rows, bytes;
+};
+
+// Gathers rows of the pool, or scatters to them. A warp reads kRowsAhead rows before it writes them.
+template <typename Vec, bool kGather>
+__global__ void __launch_bounds__(32 * kRowWarps) rows_kernel(RowsArgs args) {
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kRowWarps;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
+  for (int64_t first = warp * kRowsAhead; first < args.count; first += warps * kRowsAhead) {
+    const int some = static_cast<int>(min(args.count - first, static_cast<int64_t>(kRowsAhead)));
+    for (int64_t byte = threadIdx.x % 32 * sizeof(Vec); byte < args.bytes; byte += 32 * sizeof(Vec)) {
+      Vec held[kRowsAhead];
+      char* there[kRowsAhead];
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) {
+        if (i >= some) break;
+        const int64_t row = args.rows[first + i];
+        assert(row >= 0 && row < args.pool_rows);
+        char* in_pool = args.pool + row * args.bytes + byte;
+        char* in_dense = args.dense + (first + i) * args.bytes + byte;
+        held[i] = *reinterpret_cast<const Vec*>(kGather ? in_pool : in_dense);
+        there[i] = kGather ? in_dense : in_pool;
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAhead; ++i) {
+        if (i < some) *reinterpret_cast<Vec*>(there[i]) = held[i];
+      }
+    }
+  }
+}
+
+template <typename Vec, bool kGather>
+cudaError_t launch_rows_of(const RowsArgs& args, cudaStream_t stream) {
+  const int64_t per_block = kRowWarps * kRowsAhead, blocks = (args.count + per_block - 1) / per_block;
+  const unsigned grid = static_cast<unsigned>(blocks < kMostRowBlocks ? blocks : kMostRowBlocks);
+  rows_kernel<Vec, kGather><<<grid, 32 * kRowWarps, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+// With the widest copies that all addresses allow.
+template <bool kGather>
+cudaError_t launch_rows(const RowsArgs& args, cudaStream_t stream) {
+  if (args.count == 0 || args.bytes == 0) return cudaSuccess;
+  const int64_t offsets = reinterpret_cast<int64_t>(args.pool) | reinterpret_cast<int64_t>(args.dense) | args.bytes;
+  if (offsets % 16 == 0) return launch_rows_of<uint4, kGather>(args, stream);
+  if (offsets % 4 == 0) return launch_rows_of<uint32_t, kGather>(args, stream);
+  return launch_rows_of<uint8_t, kGather>(args, stream);
+}
+
+}  // namespace kvplug
