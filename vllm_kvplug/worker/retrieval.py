@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -69,8 +69,12 @@ class Counters:
         return any(vars(self).values())
 
 
-class Wanted(NamedTuple):
-    """What one satellite fetches. scores: whose row says which tokens. head: flat. most: of the cluster's largest share."""
+@dataclass(frozen=True)
+class Wanted:
+    """What one satellite fetches.
+
+    scores: whose row says which tokens. head: flat. count: of tokens; most: of the cluster's largest share.
+    """
 
     scores: int
     head: int
@@ -256,7 +260,7 @@ class Retriever:
     def _plan_flight(
         self, request: LiveRequest, due: int, shares: dict[int, dict[int, int]], scores: torch.Tensor
     ) -> Flight:
-        """What this rank's satellites fetch, and where it goes. shares: of triggered clusters, whose `scores` these are."""
+        """What this rank's satellites fetch, and where it goes. shares: of the clusters whose `scores` these are."""
         assert request.offloaded is not None
         g, device = self.geometry, scores.device
         wanted = [
