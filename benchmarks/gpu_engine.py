@@ -1,6 +1,6 @@
 """Speed and memory of engines on one GPU, under a policy and in stock vLLM, in the same run.
 
-    python -m benchmarks.gpu_engine MODEL --out FILE [--cases decode tax concurrency saturated] [--engines keep20 ...]
+    python -m benchmarks.gpu_engine MODEL --out FILE [--cases decode tax concurrency saturated tail] [--engines ...]
 
 Random weights do: MODEL may be a folder with a config.json alone. Every engine has processes of its own, one after
 another but for `tax`, where requests of two engines alternate.
@@ -10,22 +10,29 @@ another but for `tax`, where requests of two engines alternate.
     concurrency  requests of --longest tokens that vLLM says fit, and how many of a quarter of that length really decode
                  together in a quarter of the pool; relative to stock
     saturated    output tokens per second of --saturated requests at once, prompts' own time taken off
+    tail         time between output tokens of one request whose satellites all fetch anew every 40 steps; roles are
+                 as common as in the HeteroCache authors' file for Llama-3.1-8B: 196 of 256 heads are
+                 satellites
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import report
 from benchmarks.engine import GRAPHS, apart, engine, scheduler
 from benchmarks.held_bytes import most_running
+from vllm_kvplug.tiny import head_profile
 
 KEEP20 = {"kv_policy": "synthetic", "kv_policy_config": {"ratio": 0.2}}
 KEEP100 = {"kv_policy": "synthetic", "kv_policy_config": {"ratio": 1.0, "full_heads": 1.0}}
@@ -154,6 +161,46 @@ def saturated(model: str, common: dict[str, Any], name: str, tokens: int, count:
     return {}, [row]
 
 
+def made_up_profile(model: Path, folder: Path) -> Path:
+    """Every layer's first head is a pivot; the others' roles are as common as in the authors' file for Llama."""
+    from transformers import AutoConfig
+
+    config, draw = AutoConfig.from_pretrained(model), random.Random(0)
+    layers = config.num_hidden_layers
+    heads = range(config.num_key_value_heads - 1)
+    drawn = [draw.choices(["volatile", "anchor", "satellite"], [17, 10, 196], k=len(heads)) for _ in range(layers)]
+    roles = [["pivot", *others] for others in drawn]
+    raw = [[draw.uniform(0.6, 2.0) if role in ("anchor", "satellite") else -1.0 for role in row] for row in roles]
+    mean = fmean(weight for row in raw for weight in row if weight > 0)
+    weights = [[weight / mean if weight > 0 else weight for weight in row] for row in raw]
+    return head_profile(model, folder / "profile.json", roles, weights)
+
+
+def tail(model: str, common: dict[str, Any], tokens: int, outputs: int) -> Found:
+    """A check that finds drift every 40 tokens: fetches land 36 steps after one, and 4 later comes the next."""
+    from vllm import SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        knobs = {"rho": 0.5, "tau_drift": 1.0, "land_after": 36, "host_gib": 16}
+        knobs["profile"] = str(made_up_profile(Path(model), Path(folder)))
+        policy = {"kv_policy": "heterocache", "kv_policy_config": knobs}
+        with engine(model, **common, max_model_len=tokens + outputs, **policy) as llm:
+            run(llm, min(1000, tokens), 1)
+            params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True, detokenize=False)
+            llm.llm_engine.add_request("tail", prompts(tokens, 1)[0], params)
+            arrived = []
+            while llm.llm_engine.has_unfinished_requests():
+                if llm.llm_engine.step():
+                    arrived.append(time.perf_counter())
+            counted = {m.name: m.value for m in llm.get_metrics() if m.name.startswith("vllm:kvplug_")}
+    gaps = [1000 * (after - before) for before, after in zip(arrived[1:], arrived[2:], strict=False)]
+    p99 = quantiles(gaps, n=100)[98]
+    row = {"case": "tail", "tokens": tokens, "gaps_ms": [round(gap, 3) for gap in gaps], "counted": counted}
+    row |= {"median_ms": median(gaps), "p99_ms": p99}
+    print({key: value for key, value in row.items() if key != "gaps_ms"}, sorted(gaps)[-20:], flush=True)
+    return {f"tail.{tokens}.p99_over_median": p99 / median(gaps), f"tail.{tokens}.median_ms": median(gaps)}, [row]
+
+
 def gpu_bytes() -> int | None:
     """What nvidia-smi counts as used on the whole GPU; None without one."""
     import torch
@@ -190,7 +237,9 @@ def jobs(args: argparse.Namespace, common: dict[str, Any]) -> Iterator[partial[F
     for case in args.cases:
         if case == "tax":
             yield partial(tax, args.model, common, args.tax, args.repeats)
-        for name in args.engines if case != "tax" else []:
+        if case == "tail":
+            yield partial(tail, args.model, common, args.longest, 401)
+        for name in args.engines if case not in ("tax", "tail") else []:
             if case == "decode":
                 yield partial(decode, args.model, common, name, args.shapes)
             if case == "concurrency":
@@ -204,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--cases", nargs="+", default=["decode", "tax", "concurrency", "saturated"])
+    parser.add_argument("--cases", nargs="+", default=["decode", "tax", "concurrency", "saturated", "tail"])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--shapes", nargs="+", default=["131072x1", "32768x8", "220000x1"], help="TOKENSxREQUESTS")
