@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from vllm_kvplug.kernels import append, decode_attention, prefill_attention  # noqa: E402
+from vllm_kvplug.kernels import append, decode_attention, fetches, pivot_scores, prefill_attention  # noqa: E402
 
 INTEGERS = {
     "directory": "*i32",
@@ -34,6 +34,9 @@ INTEGERS = {
     "first_row": "*i64",
     "num_left": "*i64",
     "scale": "fp32",
+    "logits": "*fp32",
+    "norm": "*fp32",
+    "heads": "*i64",
     "partial": "*fp32",
     "sums": "*fp32",
 }
@@ -54,12 +57,15 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
             )
             for ring in (True, False)
         ),
+        (pivot_scores._logits_kernel, {"QUERIES": 24, "QUERIES_PAD": 32, "D": dim, "KEYS": keys, **PAGES}),
     ]
 
 
 TABLES = [
     (decode_attention._plan_kernel, {"HEADS": 8, "ITEMS": 2048, "SHORTEST": 7, "LONGEST": 20}),
     (decode_attention._inverse_kernel, {"STEPS": 12, "BLOCK": 128}),
+    (pivot_scores._pool_kernel, {"GROUP": 4, "WIDTH": 5, "TOKENS": 1024}),
+    (fetches._fetches_kernel, {"HOST_SLOT": 64, "TOKENS": 2048, **PAGES}),
     (append._append_kernel, {"HEADS": 90, "HEADS_PAD": 128, **PAGES}),
 ]
 
@@ -71,8 +77,12 @@ def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str, pages
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name == "rows":  # block tables here, a description of prompt rows or a count there
+        if (
+            name == "rows" and kernel is not fetches._fetches_kernel
+        ):  # block tables here, a description of prompt rows or a count there
             return "i32" if kernel is decode_attention._plan_kernel else "*i32"
+        if kernel is fetches._fetches_kernel and name in ("positions", "target", "rows", "rank", "columns"):
+            return "*i64"
         if name == "pool":
             return f"*{pages or dtype}"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")

@@ -179,20 +179,22 @@ def drift_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if policy.retrieval is None:
         return 0
     pivots = sum(cluster.pivot in geometry.head_range for cluster in policy.retrieval.clusters)
-    at_once = pivots_at_once(geometry, policy.retrieval.window, geometry.max_tokens)
+    at_once = pivots_at_once(geometry, policy.retrieval.window, geometry.max_tokens, in_pages=False)
     compared = min(at_once, pivots) * geometry.max_tokens * _compared_bytes(geometry, policy.retrieval.window)
     ranked = pivots * geometry.max_tokens * RANKED_BYTES
     return ranked + compared + staging_tokens(policy, geometry) * FETCHED_BYTES
 
 
-def pivots_at_once(geometry: Geometry, window: int, tokens: int) -> int:
-    """How many pivots a drift check compares together, whose prompt has so many tokens."""
-    return max(COMPARED_BYTES // (tokens * _compared_bytes(geometry, window)), 1)
+def pivots_at_once(geometry: Geometry, window: int, tokens: int, in_pages: bool) -> int:
+    """How many pivots a drift check compares together, whose prompt has so many tokens. in_pages: where keys stay."""
+    return max(COMPARED_BYTES // (tokens * _compared_bytes(geometry, window, in_pages)), 1)
 
 
-def _compared_bytes(geometry: Geometry, window: int) -> int:
+def _compared_bytes(geometry: Geometry, window: int, in_pages: bool = False) -> int:
     """For a token of a pivot's prompt: its key, as it is stored and in float32, and every query's score of it."""
     group = geometry.query_heads // geometry.kv_heads
+    if in_pages:
+        return (window + 1) * (4 * group + 24)
     return geometry.head_dim * (geometry.dtype.itemsize + 4) + 24 + (window + 1) * (12 * group + 24)
 
 

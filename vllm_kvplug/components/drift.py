@@ -22,9 +22,9 @@ def pivot_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float, kernel
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best tokens of each row, ties to the earlier: a bool mask like `scores` [..., T] without NaN."""
-    least = scores.topk(count, sorted=False).values.amin(-1, keepdim=True)
+    least = scores.kthvalue(scores.shape[-1] - count + 1, keepdim=True).values
     above, equal = scores > least, scores == least
-    return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= count - above.sum(-1, keepdim=True)))
 
 
 def overlaps(chosen: torch.Tensor, base: torch.Tensor, count: int) -> torch.Tensor:

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
 
 
+KERNEL_DIMS = (16, 32, 64, 128, 256)
+"""Head sizes that kernels/pivot_scores.py takes."""
+
+
 class PivotQueries:
     """Queries of the pivots that this rank holds: of the last `window` decoded tokens, and the baseline's.
 
@@ -81,7 +85,16 @@ class DriftCheck:
         self.pool, self.tables = pool, tables
         self._device = tables.lengths.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._in_pages = self._stream is not None and geometry.head_dim in KERNEL_DIMS
         self._layers = [retrieval.clusters[cluster].layer for cluster in queries.clusters]
+
+    def load_kernels(self) -> None:
+        """They compile at start-up, on a token of nobody's."""
+        if self._in_pages and self.queries.clusters:
+            nobody = torch.zeros_like(self.tables.directory[0])
+            for count in (self.retrieval.window, 1) if self.retrieval.as_released else (self.retrieval.window + 1,):
+                queries = self.queries.base[0, :1, None].expand(1, count, -1, -1)
+                self._read_pages(queries, self.queries.pivot_heads[:1], nobody, 1)
 
     @contextmanager
     def beside(self, *inputs: torch.Tensor) -> Iterator[None]:
@@ -129,28 +142,40 @@ class DriftCheck:
         recent [pivots, window, group, d], base [pivots, 1, group, d]: their queries. base_heads int64 [pivots]: flat
         heads that made the baselines. So many pivots at a time that workspace has a bound.
         """
-        how, tokens = self.retrieval, request.prefill_end
+        how, tokens, heads = self.retrieval, request.prefill_end, self.queries.pivot_heads
         count = request.policy.drift_tokens(tokens)
-        some = pivots_at_once(self.geometry, how.window, tokens)
+        some = pivots_at_once(self.geometry, how.window, tokens, self._in_pages)
         flags, newest = [], torch.empty((len(recent), tokens), device=self._device)
         for first in range(0, len(recent), some):
             part = slice(first, first + some)
-            keys = self._keys(request, self.queries.pivot_heads[part])
-            scores = pivot_scores(recent[part], keys, self.geometry.scale, how.kernel)
             if how.as_released:
-                keys = self._keys(request, base_heads[part])
-            first_scores = pivot_scores(base[part], keys, self.geometry.scale, how.kernel)
-            shares = overlaps(best(scores, count), best(first_scores, count), count)
+                scores = self._scores(request, recent[part], heads[part])
+                before = self._scores(request, base[part], base_heads[part])
+            else:
+                both = self._scores(request, torch.cat([recent[part], base[part]], 1), heads[part])
+                scores, before = both[:, :-1], both[:, -1:]
+            shares = overlaps(best(scores, count), best(before, count), count)
             flags.append(drifted(shares, how.threshold))
             newest[part] = scores[:, -1]
         for start, end in request.policy.options.protect:  # they are fetched again before all others
             newest[:, start:end] = torch.inf
         return torch.cat(flags), newest
 
-    def _keys(self, request: LiveRequest, heads: torch.Tensor) -> torch.Tensor:
-        """Prompt keys of flat `heads` [n], [n, tokens, d]: pivots keep them all, in order."""
+    def _scores(self, request: LiveRequest, queries: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+        """Scores of queries [pivots, n, group, d] over flat `heads` [pivots], which keep the prompt whole, in order."""
+        if self._in_pages:
+            return self._read_pages(queries, heads, self.tables.directory[request.slot], request.prefill_end)
         index = torch.arange(request.prefill_end, device=self._device)
-        return self.pool.keys(self.tables.locate(request.slot, heads[:, None], index))
+        keys = self.pool.keys(self.tables.locate(request.slot, heads[:, None], index))
+        return pivot_scores(queries, keys, self.geometry.scale, self.retrieval.kernel)
+
+    def _read_pages(
+        self, queries: torch.Tensor, heads: torch.Tensor, directory: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        from vllm_kvplug.kernels import pivot_scores as kernel
+
+        where = self.pool.pages, directory, self.tables.chunks, heads
+        return kernel.pivot_scores(queries, *where, tokens, self.geometry.scale, self.retrieval.kernel)
 
     def rebase(self, request: LiveRequest, clusters: list[int]) -> None:
         """After a trigger the newest query is the baseline."""

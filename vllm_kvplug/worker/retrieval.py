@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
 
 MIB = 1 << 20
-CHOICES = 1 << 23
-"""Places of a choice of tokens that are looked at together."""
 
 
 class Peers(Protocol):
@@ -69,16 +67,18 @@ class Counters:
         return any(vars(self).values())
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """What one satellite fetches.
 
-    scores: whose row says which tokens. head: flat. count: of tokens; most: of the cluster's largest share.
+    pivot: whose row of scores says which tokens. head: flat. tokens: how many. begin: how many of other satellites come
+    before. host_row: of the request's host slots. most: tokens of the cluster's largest share.
     """
 
-    scores: int
+    pivot: int
     head: int
-    count: int
+    tokens: int
+    begin: int
+    host_row: int
     most: int
 
 
@@ -107,6 +107,18 @@ class Retriever:
         self.on_check: Callable[[int, int, list[int]], None] = lambda length, due, clusters: None
         self._held_back: deque[tuple[Flight, slice]] = deque()
         self._landed: deque[tuple[int, Callable[[], float | None]]] = deque()  # clusters, and the seconds they waited
+
+        self._in_kernel = tables.lengths.is_cuda and not retrieval.as_released
+
+    def load_kernels(self) -> None:
+        """They compile at start-up, on a satellite that fetches nothing."""
+        self.drift.load_kernels()
+        if self._in_kernel:
+            from vllm_kvplug.kernels.fetches import fetches
+
+            nothing = torch.zeros((5, 1), dtype=torch.int64, device=self.tables.lengths.device)
+            nobody = torch.zeros_like(self.tables.directory[0])
+            fetches(nothing[:1], nothing, nobody, self.tables.chunks, nothing[:1], 0)
 
     # ---- beginning and end
 
@@ -262,41 +274,40 @@ class Retriever:
     ) -> Flight:
         """What this rank's satellites fetch, and where it goes. shares: of the clusters whose `scores` these are."""
         assert request.offloaded is not None
-        g, device = self.geometry, scores.device
-        wanted = [
-            Wanted(place, g.flat(self.retrieval.clusters[cluster].layer, head), count, max(share.values()))
-            for place, (cluster, share) in enumerate(shares.items())
-            for head, count in share.items()
-            if head in g.head_range
-        ]
-        total = sum(one.count for one in wanted)
-        positions = self._positions(request, scores, wanted)
-        host_row = [request.offloaded.row[one.head] for one in wanted]
-        columns = upload([*(one.count for one in wanted), *(one.head for one in wanted), *host_row], device)
-        counts, heads, host_rows = columns.view(3, len(wanted))
-        of = torch.repeat_interleave(torch.arange(len(wanted), device=device), counts, output_size=total)
-        index = torch.arange(total, device=device) - (counts.cumsum(0) - counts)[of]
-        target = self.tables.locate(request.slot, heads[of], index)
-        slots = request.offloaded.slots_here[host_rows[of], positions // HOST_SLOT]
-        staged = self.staging.take(total)
-        return Flight(list(shares), due, staged, target, positions, rows_of(slots, positions))
+        g, row, wanted, total = self.geometry, request.offloaded.row, [], 0
+        for place, (cluster, share) in enumerate(shares.items()):
+            for head, count in share.items():
+                if head in g.head_range:
+                    flat = g.flat(self.retrieval.clusters[cluster].layer, head)
+                    wanted.append(Wanted(place, flat, count, total, row[flat], max(share.values())))
+                    total += count
+        where = self._places(request, ranks(scores), wanted, total)
+        return Flight(list(shares), due, self.staging.take(total), *where)
 
-    def _positions(self, request: LiveRequest, scores: torch.Tensor, wanted: list[Wanted]) -> torch.Tensor:
-        """The positions that satellites get, ascending, one satellite after another: int64. Some of them at a time,
-        because a choice has a place for every token of the prompt.
-        """
-        rank, device = ranks(scores), scores.device
-        protected = request.policy.options.protected(request.prefill_end)
-        some = max(CHOICES // scores.shape[1], 1)
-        found = [torch.empty(0, dtype=torch.int64, device=device)]
-        for first in range(0, len(wanted), some):
-            part = wanted[first : first + some]
-            columns = [*(w.scores for w in part), *(w.count for w in part), *(w.most for w in part)]
-            of, count, most = upload(columns, device).view(3, len(part), 1)
-            mine = rank[of[:, 0]]
-            chosen = released_choice(mine, count, most, protected) if self.retrieval.as_released else mine < count
-            found.append(positions_of(chosen, count[:, 0], sum(w.count for w in part)))
-        return torch.cat(found)
+    def _places(
+        self, request: LiveRequest, rank: torch.Tensor, wanted: list[Wanted], total: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token slots, positions and rows of the host pool of all that is fetched, int64 [total] each."""
+        assert request.offloaded is not None
+        columns = upload([x for column in zip(*wanted, strict=True) for x in column], rank.device)
+        columns = columns.view(len(Wanted._fields), len(wanted))
+        slots = request.offloaded.slots_here
+        if self._in_kernel:
+            from vllm_kvplug.kernels.fetches import fetches
+
+            directory, chunks = self.tables.directory[request.slot], self.tables.chunks
+            positions, target, rows = fetches(rank, columns[:5], directory, chunks, slots, total)
+            return target, positions, rows
+        pivot, heads, counts, begin, host_row, most = columns
+        chosen = rank[pivot] < counts[:, None]
+        if self.retrieval.as_released:
+            protected = request.policy.options.protected(request.prefill_end)
+            chosen = released_choice(rank[pivot], counts[:, None], most[:, None], protected)
+        positions = positions_of(chosen, counts, total)
+        of = torch.repeat_interleave(torch.arange(len(wanted), device=rank.device), counts, output_size=total)
+        index = torch.arange(total, device=rank.device) - begin[of]
+        target = self.tables.locate(request.slot, heads[of], index)
+        return target, positions, rows_of(slots[host_row[of], positions // HOST_SLOT], positions)
 
     def _launch(self, flight: Flight) -> None:
         """Begin to fetch, as fast as the limit per step allows. Without room in staging it happens at the landing."""

@@ -146,6 +146,8 @@ class Runtime:
                 chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
                 gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
             ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
+        if self.retriever:
+            self.retriever.load_kernels()
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
