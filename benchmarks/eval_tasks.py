@@ -1,13 +1,17 @@
 """Scores of context-intensive tasks under a policy, relative to full attention on the same examples.
 
     python -m benchmarks.eval_tasks MODEL --tasks tasks.py --out FILE [--tokens 1024] [--examples 16]
-        [--run NAME=POLICY:JSON ...] [--multiquery] [--at-once N]
+        [--run NAME=POLICY:JSON ...] [--multiquery] [--at-once N] [--seconds S] [--timed N]
 
 tasks.py gives TASKS, counter(model), make(task, tokens, seed, i, split, counter) and score(task, meta, output,
 answer). rel is the mean over tasks of (mean score of the policy / mean score of full attention), with a paired
-bootstrap interval over examples. With --multiquery policies cut the context before they see the question, which are the
-last meta["question_chars"] characters of the message: what they keep must serve any question. Runs of `oracle` find the
-scores of their prompts where `python -m benchmarks.oracle_scores` has put them, for the same examples.
+bootstrap interval over examples; gpu_kv_ratio the GPU bytes of blocks and page tables while requests decode, relative
+to full attention's; tpot_ms that of N requests at once, while no other engine of this command works. With --multiquery
+policies cut the context before they see the question, which are the last meta["question_chars"] characters of the
+message: what they keep must serve any question. Runs of `oracle` find the scores of their prompts where
+`python -m benchmarks.oracle_scores` has put them, for the same examples.
+
+The same command goes on where it stopped, or was stopped by --seconds, and more runs can be added to a file.
 """
 
 from __future__ import annotations
@@ -15,16 +19,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from os.path import commonprefix
+import os
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks import report
-from benchmarks.engine import GRAPHS, SHARED_GPU, engine, side_by_side
-from vllm_kvplug.eval.scoring import interval, relative
+from benchmarks.engine import GRAPHS, SHARED_GPU, Turns, block_bytes, decode_ms, engine, runtime, scheduler
+from benchmarks.lanes import Found, Lane, full_lane, measure
+from vllm_kvplug import compat
+from vllm_kvplug.eval.prompts import WITHOUT_CONTEXT_END, chat_ids, context_tokens
 from vllm_kvplug.policies.oracle import Oracle, scores_name
 
 Runs = dict[str, tuple[str, dict[str, Any]]]
@@ -38,9 +44,8 @@ RUNS: Runs = {
     "streaming_512": ("streaming", {"sinks": 4, "window": 508}),
 }
 
-
-WITHOUT_PROMPT_END = ("streaming", "wgkv")
-"""Policies that treat a context as they treat a question, and so have no option to tell one from the other."""
+TIMED_TOKENS = 65
+"""Output tokens of requests that are timed."""
 
 
 def load_tasks(path: Path) -> Any:
@@ -61,27 +66,39 @@ def examples(tasks: Any, tokenizer: Any, model: str, tokens: int, count: int, se
     return made
 
 
-def chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def context_tokens(tokenizer: Any, example: dict[str, Any]) -> int:
+def context_end(tokenizer: Any, example: dict[str, Any]) -> int:
     """How many of a prompt's first tokens do not depend on the question."""
-    *before, last = example["prompt_messages"]
-    context = last["content"][: -example["meta"]["question_chars"]]
-    return len(commonprefix([example["ids"], chat_ids(tokenizer, [*before, {**last, "content": context}])]))
+    messages = example["prompt_messages"]
+    return context_tokens(tokenizer, messages, len(messages[-1]["content"]) - example["meta"]["question_chars"])
 
 
-def answers(llm: Any, asked: list[dict[str, Any]], options: list[dict[str, Any]]) -> list[Any]:
-    """Greedy answers as vLLM's CompletionOutputs. options: of each request, none if empty."""
-    from vllm import SamplingParams
+class Held(compat.HeldMemory):
+    """Also what the policy of the engine stores, and has reserved on the host."""
 
-    prompts = [{"prompt_token_ids": e["ids"]} for e in asked]
-    params = [
-        SamplingParams(temperature=0, max_tokens=e["max_tokens"], extra_args=extra or None)
-        for e, extra in zip(asked, options, strict=True)
-    ]
-    return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    def __init__(self, llm: Any, policy: str | None):
+        super().__init__(llm)
+        self._runtime = runtime(llm) if policy else None
+        self._block_bytes = block_bytes(llm) + (self._runtime.charges.per_block if self._runtime else 0)
+        self._block_size = scheduler(llm).cache_config.block_size
+        self._stored, self._host_bytes = 0.0, list[float]()
+
+    def look(self) -> None:
+        super().look()
+        decoding = self.decoding()
+        if self._runtime is None or not decoding:
+            return
+        lengths = self._runtime.tables.lengths[[self._runtime.live[r.request_id].slot for r in decoding]]
+        self._stored += lengths.sum().item() / lengths.shape[1]
+        (manager,) = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        self._host_bytes.append(manager.gauges().get("kvplug.host_used_bytes", 0) / len(self._scheduler.running))
+
+    @property
+    def found(self) -> dict[str, Any]:
+        return {
+            "held_bytes": self.share * self._block_bytes / self._block_size,
+            "host_bytes": fmean(self._host_bytes) if self._host_bytes else 0.0,
+            "stored_ratio": self._stored / self.tokens if self._runtime else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,7 @@ class Examination:
     """A model and the examples it is asked, the same for every run.
 
     only: tasks, all if empty. multiquery: without a look at the questions. at_once: engines that run side by side.
+    timed: requests that decode together to be timed, none if 0.
     """
 
     model: str
@@ -101,12 +119,13 @@ class Examination:
     only: tuple[str, ...] = ()
     at_once: int = 1
     multiquery: bool = False
+    timed: int = 0
 
     @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser, tokens: int, examples: int) -> None:
+    def add_arguments(cls, parser: argparse.ArgumentParser, examples: int) -> None:
+        """All but --tokens, of which some commands take several."""
         parser.add_argument("model")
         parser.add_argument("--tasks", type=Path, required=True)
-        parser.add_argument("--tokens", type=int, default=tokens)
         parser.add_argument("--examples", type=int, default=examples)
         parser.add_argument("--seed", type=int, default=9001)
         parser.add_argument("--dtype", default="float32")
@@ -115,9 +134,24 @@ class Examination:
         parser.add_argument("--only", nargs="+", default=[], metavar="TASK", help="default: all")
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> Examination:
-        numbers = args.tokens, args.examples, args.seed
-        return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, tuple(args.only), args.at_once)
+    def of(cls, args: argparse.Namespace, tokens: int, multiquery: bool = False, timed: int = 0) -> Examination:
+        numbers, only = (tokens, args.examples, args.seed), tuple(args.only)
+        return cls(args.model, args.tasks, *numbers, args.dtype, args.concurrent, only, args.at_once, multiquery, timed)
+
+    @property
+    def key(self) -> str:
+        return f"{'multiquery' if self.multiquery else 'eval'}{self.tokens}"
+
+    @cached_property
+    def task_list(self) -> list[str]:
+        return list(self.only or load_tasks(self.tasks).TASKS)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What its scores depend on, but for the code."""
+        model, numbers = Path(self.model).name, {"tokens": self.tokens, "examples": self.examples, "seed": self.seed}
+        rest = {"dtype": self.dtype, "multiquery": self.multiquery, "timed": self.timed}
+        return {"model": model, "tasks": self.task_list, **numbers, **rest}
 
     @cached_property
     def source(self) -> tuple[Any, Any, list[dict[str, Any]]]:
@@ -125,7 +159,7 @@ class Examination:
         from transformers import AutoTokenizer
 
         tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
-        tasks.TASKS = self.only or tasks.TASKS
+        tasks.TASKS = self.task_list
         return tasks, tokenizer, examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
 
     @property
@@ -137,6 +171,8 @@ class Examination:
             "max_model_len": 2 * self.tokens,
             "max_num_seqs": self.concurrent,
             "max_num_batched_tokens": max(2048, self.tokens),
+            "enable_prefix_caching": False,
+            "disable_log_stats": False,
             **GRAPHS,
             **SHARED_GPU,
         }
@@ -144,39 +180,42 @@ class Examination:
     def options(self, policy: str | None, example: dict[str, Any]) -> dict[str, Any]:
         """What a run under `policy` asks for with an example."""
         found: dict[str, Any] = {}
-        if self.multiquery and policy is not None and policy not in WITHOUT_PROMPT_END:
-            found["kvplug.context_end"] = context_tokens(self.source[1], example)
+        if self.multiquery and policy is not None and policy not in WITHOUT_CONTEXT_END:
+            found["kvplug.context_end"] = context_end(self.source[1], example)
         if policy == Oracle.name:
             found["kvplug.scores"] = scores_name(example["ids"])
         return found
 
-    def run(self, policy: str | None, knobs: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
-        """Scores of the examples in an engine with this policy, and what that has counted."""
-        tasks, _, asked = self.source
-        given = {} if policy is None else {"kv_policy": policy, "kv_policy_config": knobs, "disable_log_stats": False}
-        with engine(**self.arguments, **given) as llm:
-            found = answers(llm, asked, [self.options(policy, e) for e in asked])
-            counted = policy_counts(llm) if policy else {}
+    def run(self, policy: str | None, knobs: dict[str, Any], turns: Turns) -> Found:
+        """Ask the examples in an engine with this policy; in a process of its own, whose scheduler is looked at."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        given = {"kv_policy": policy, "kv_policy_config": knobs} if policy else {}
+        with ExitStack() as stack:
+            with turns.together():
+                tasks, _, asked = self.source
+                options = [self.options(policy, example) for example in asked]
+                llm = stack.enter_context(engine(**self.arguments, **given))
+                held = Held(llm, policy)
+                limits = [example["max_tokens"] for example in asked]
+                found = compat.generate(llm, [e["ids"] for e in asked], limits, lambda _: held.look(), options)
+                counted = policy_counts(llm) if policy else {}
+            with turns.alone() if self.timed else nullcontext():
+                tpot_ms = self._time(llm, asked, options) if self.timed else None
         pairs = zip(asked, found, strict=True)
-        return [tasks.score(e["task"], e["meta"], answer.text, e["answer"]) for e, answer in pairs], counted
+        scores = [tasks.score(e["task"], e["meta"], answer.text, e["answer"]) for e, answer in pairs]
+        return Found(scores, fmean(len(e["ids"]) for e in asked), **held.found, tpot_ms=tpot_ms, counted=counted)
 
-    def measure(self, key: str, runs: Runs, out: Path) -> None:
-        """Scores of full attention, then of every run; written to `out` after each, so that a stop loses one only."""
-        asked = self.source[-1]
-        names = [e["task"] for e in asked]
-        picklable = replace(self)  # has no examples yet, and makes the same
-        jobs = [partial(picklable.run, *given) for given in [(None, {}), *runs.values()]]
-        results = side_by_side(jobs, self.at_once)
-        full, _ = next(results)
-        metrics = {f"{key}.full.mean": fmean(full), f"{key}.examples": len(asked)}
-        rows = [_row("full", names, full, asked)]
-        for (name, (policy, knobs)), (found, counted) in zip(runs.items(), results, strict=True):
-            low, high = interval(names, found, full)
-            metrics |= {f"{key}.{name}.rel": relative(names, found, full), f"{key}.{name}.mean": fmean(found)}
-            metrics |= {f"{key}.{name}.rel_low": low, f"{key}.{name}.rel_high": high}
-            rows.append({**_row(name, names, found, asked), "policy": policy, "knobs": knobs, "counted": counted})
-            print(name, f"rel {metrics[f'{key}.{name}.rel']:.3f} [{low:.3f}, {high:.3f}]", flush=True)
-            report.write(out, report.result(f"{key} {self.dtype}", metrics, rows))
+    def _time(self, llm: Any, asked: list[dict[str, Any]], options: list[dict[str, Any]]) -> float:
+        """Milliseconds per output token of `timed` requests at once, after a first round that warms up."""
+        from vllm import SamplingParams
+
+        chosen = [(number * len(asked) // self.timed) % len(asked) for number in range(self.timed)]
+        prompts = [{"prompt_token_ids": asked[number]["ids"]} for number in chosen]
+        common = {"temperature": 0, "max_tokens": TIMED_TOKENS, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(**common, extra_args=options[number] or None) for number in chosen]
+        for _ in range(2):
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return decode_ms([output.metrics for output in outputs], TIMED_TOKENS)
 
 
 def policy_counts(llm: Any) -> dict[str, float]:
@@ -185,25 +224,28 @@ def policy_counts(llm: Any) -> dict[str, float]:
     return {name.removeprefix("vllm:kvplug_"): value for name, value in values.items()}
 
 
+def lanes_of(examination: Examination, runs: Runs, key: str | None = None) -> list[Lane]:
+    """An engine for full attention and for every run; key: of metrics' names, the examination's if None."""
+    key = key or examination.key
+    return [full_lane(key, examination), *(Lane(key, name, *run, examination) for name, run in runs.items())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    Examination.add_arguments(parser, tokens=1024, examples=16)
+    Examination.add_arguments(parser, examples=16)
+    parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--run", nargs="*", default=[], help="NAME=POLICY:JSON, instead of the standard runs")
     parser.add_argument("--multiquery", action="store_true", help="contexts are cut before questions are seen")
+    parser.add_argument("--timed", type=int, default=0, metavar="N", help="requests at once to time; 0: none")
+    parser.add_argument("--seconds", type=float, help="leave out what has not ended by then")
     args = parser.parse_args()
     runs = RUNS
     if args.run:
         parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in args.run]
         runs = {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
-    key = f"{'multiquery' if args.multiquery else 'eval'}{args.tokens}"
-    replace(Examination.of(args), multiquery=args.multiquery).measure(key, runs, args.out)
-
-
-def _row(name: str, names: list[str], found: list[float], asked: list[dict[str, Any]]) -> dict[str, Any]:
-    by_task = {t: round(fmean(s for n, s in zip(names, found, strict=True) if n == t), 4) for t in dict.fromkeys(names)}
-    by_task["scores"] = [round(s, 4) for s in found]
-    return {"run": name, **by_task, "prompt_tokens": round(fmean(len(e["ids"]) for e in asked), 1)}
+    examination = Examination.of(args, args.tokens, args.multiquery, args.timed)
+    measure(lanes_of(examination, runs), args.out, args.seconds)
 
 
 if __name__ == "__main__":
