@@ -134,8 +134,9 @@ class Engines:
             asked, out = Path(scratch) / "job.json", Path(scratch) / "out.json"
             asked.write_text(json.dumps(job))
             command = [sys.executable, "-m", "vllm_kvplug.eval.engine_process", str(asked), str(out)]
-            if subprocess.run(command, env={**os.environ, **compat.IN_PROCESS}).returncode:
-                raise PolicyError(f"{label}: the engine failed; what it said is above")
+            status = subprocess.run(command, env={**os.environ, **compat.IN_PROCESS}).returncode
+            if status:
+                raise PolicyError(f"{label}: the engine failed with exit status {status}; what it said is above")
             return json.loads(out.read_text())
 
 
