@@ -44,6 +44,9 @@ RUNS: Runs = {
     "streaming_512": ("streaming", {"sinks": 4, "window": 508}),
 }
 
+LOOK_EVERY = 4
+"""Steps from one look at what requests hold to the next, which costs about as much as a small model's step."""
+
 TIMED_TOKENS = 65
 """Output tokens of requests that are timed."""
 
@@ -80,9 +83,12 @@ class Held(compat.HeldMemory):
         self._runtime = runtime(llm) if policy else None
         self._block_bytes = block_bytes(llm) + (self._runtime.charges.per_block if self._runtime else 0)
         self._block_size = scheduler(llm).cache_config.block_size
-        self._stored, self._host_bytes = 0.0, list[float]()
+        self._stored, self._host_bytes, self._steps = 0.0, list[float](), 0
 
     def look(self) -> None:
+        self._steps += 1
+        if self._steps % LOOK_EVERY:
+            return
         super().look()
         decoding = self.decoding()
         if self._runtime is None or not decoding:

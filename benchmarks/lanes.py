@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,12 +67,17 @@ def full_lane(key: str, examination: Examination) -> Lane:
 
 
 def measure(
-    lanes: Sequence[Lane], out: Path, seconds: float | None = None, title: str | None = None, form: str = "{key}.{run}"
-) -> list[Row]:
-    """The rows of `out` after all lanes that are not in it yet, or those that ended within `seconds`, were added.
+    lanes: Sequence[Lane],
+    out: Path,
+    seconds: float | None = None,
+    title: str | None = None,
+    form: str = "{key}.{run}",
+    derive: Callable[[list[Row], dict[str, float]], dict[str, float]] = lambda rows, metrics: {},
+) -> None:
+    """Add to `out` all lanes that are not in it yet, or those that end within `seconds`.
 
-    form: of metrics' names. An engine that fails says so, and leaves a row with its error that a later call tries
-    again. SystemExit if `out` holds something else under the name of a lane.
+    form: of metrics' names. derive: more metrics, from rows and metrics. An engine that fails leaves a row with its
+    error that a later call tries again. SystemExit if `out` holds something else under the name of a lane.
     """
     rows = [row for row in _rows(out) if "error" not in row]
     todo = [lane for lane in lanes if not _is_there(lane, rows, out)]
@@ -81,9 +86,10 @@ def measure(
         jobs = [partial(replace(lane.examination).run, lane.policy, lane.knobs, Turns(folder)) for lane in todo]
         for number, outcome in side_by_side(jobs, lanes[0].examination.at_once, seconds):
             rows.append(row_of(todo[number], outcome))
-            report.write(out, _joined(report.result(title, metrics(rows, form), in_order(rows, lanes))))
+            found = metrics(rows, form)
+            found |= derive(rows, found)
+            report.write(out, _joined(report.result(title, found, in_order(rows, lanes))))
             print(todo[number].key, todo[number].name, outcome.error or "is done", flush=True)
-    return rows
 
 
 def row_of(lane: Lane, outcome: Outcome[Found]) -> Row:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lanes, policies_table
+from benchmarks import gate_sweep, lanes, policies_table
 from benchmarks.engine import Outcome, Turns, apart, side_by_side
 from benchmarks.lanes import Found, Lane, full_lane, measure
 
@@ -173,3 +173,26 @@ def test_knobs_keep_about_the_level(policy: str, level: float, tokens: int, monk
     if policy == "duo" and tokens == 1024 and level == 0.25:
         wanted = 384 / 1024  # the ends that all heads keep are more
     assert kept == pytest.approx(wanted, abs=0.02)
+
+
+# ------------------------------------------------------------------------------------------ gates
+
+
+def test_thresholds_by_what_they_admit():
+    """The run that stores most of those that do not store more; none where all do."""
+    rows = [
+        {"key": "eval4096", "run": f"tau{tau}", "policy": "wgkv", "knobs": {"tau": tau / 100}, "stored_ratio": stored}
+        | {"prompt_tokens": 2560.0}
+        for tau, stored in [(10, 0.4), (30, 0.28), (50, 0.19), (90, 0.16)]
+    ]
+    metrics = {f"eval4096.tau{tau}.rel": tau / 100 for tau in (10, 30, 50, 90)}
+    found = gate_sweep.admission_metrics([*rows, {"key": "eval4096", "run": "full"}], metrics)
+    assert (found["eval4096.admit30.rel"], found["eval4096.admit30.tau"]) == (0.3, 0.3)
+    assert found["eval4096.admit30.admitted"] == found["eval4096.tau30.admitted"] == pytest.approx(0.2)
+    assert not any("admit15" in name for name in found)
+
+
+def test_the_sweep_is_what_gates_are_held_against():
+    runs = gate_sweep.runs_of(4096, "any")
+    assert {"keep40", "keep30", "keep20", "tau05", "tau90", "snapkv_40", "snapkv_30", "streaming_30"} <= runs.keys()
+    assert runs["streaming_30"] == ("streaming", {"window": 1225}) and runs["snapkv_15"] == ("snapkv", {"ratio": 0.15})
