@@ -22,12 +22,22 @@ import json
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engine import GRAPHS, SHARED_GPU, Turns, block_bytes, decode_ms, engine, runtime, scheduler
+from benchmarks.engine import (
+    GRAPHS,
+    SHARED_GPU,
+    Turns,
+    block_bytes,
+    decode_ms,
+    engine,
+    runtime,
+    scheduler,
+    side_by_side,
+)
 from benchmarks.lanes import Found, Lane, full_lane, measure
 from vllm_kvplug import compat
 from vllm_kvplug.eval.prompts import WITHOUT_CONTEXT_END, chat_ids, context_tokens
@@ -46,6 +56,9 @@ RUNS: Runs = {
 
 LOOK_EVERY = 4
 """Steps from one look at what requests hold to the next, which costs about as much as a small model's step."""
+
+MANY = 20
+"""Examples of a task from which on every task's are made in a process of its own: a tenth of a second each."""
 
 TIMED_TOKENS = 65
 """Output tokens of requests that are timed."""
@@ -67,6 +80,20 @@ def examples(tasks: Any, tokenizer: Any, model: str, tokens: int, count: int, se
         example["ids"] = chat_ids(tokenizer, example["prompt_messages"])
         example["max_tokens"] = int(len(tokenizer(example["answer"])["input_ids"]) * 1.25) + 16
     return made
+
+
+@lru_cache(maxsize=4)
+def asked_of(path: Path, only: tuple[str, ...], model: str, tokens: int, count: int, seed: int) -> list[dict[str, Any]]:
+    """Examples of a task file, not to be changed: runs share them."""
+    tasks = load_tasks(path)
+    tasks.TASKS = only
+    return examples(tasks, load_tokenizer(model), model, tokens, count, seed)
+
+
+def load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
 
 
 def context_end(tokenizer: Any, example: dict[str, Any]) -> int:
@@ -160,13 +187,16 @@ class Examination:
         return {"model": model, "tasks": self.task_list, **numbers, **rest}
 
     @cached_property
-    def source(self) -> tuple[Any, Any, list[dict[str, Any]]]:
-        """The module of tasks, the tokenizer, and the examples."""
-        from transformers import AutoTokenizer
-
-        tasks, tokenizer = load_tasks(self.tasks), AutoTokenizer.from_pretrained(self.model)
-        tasks.TASKS = self.task_list
-        return tasks, tokenizer, examples(tasks, tokenizer, self.model, self.tokens, self.examples, self.seed)
+    def asked(self) -> list[dict[str, Any]]:
+        """The examples; once made they travel with this object to other processes."""
+        rest = self.model, self.tokens, self.examples, self.seed
+        if self.examples < MANY:
+            return asked_of(self.tasks, tuple(self.task_list), *rest)
+        jobs = [partial(asked_of, self.tasks, (task,), *rest) for task in self.task_list]
+        made = [outcome for _, outcome in sorted(side_by_side(jobs, os.cpu_count() or 1), key=lambda pair: pair[0])]
+        if errors := [outcome.error for outcome in made if outcome.error]:
+            raise RuntimeError(errors[0])
+        return [example for outcome in made for example in outcome.value or ()]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -183,14 +213,17 @@ class Examination:
             **SHARED_GPU,
         }
 
-    def options(self, policy: str | None, example: dict[str, Any]) -> dict[str, Any]:
-        """What a run under `policy` asks for with an example."""
-        found: dict[str, Any] = {}
+    def options(self, policy: str | None) -> list[dict[str, Any]]:
+        """What a run under `policy` asks for with every example."""
+        options: list[dict[str, Any]] = [{} for _ in self.asked]
         if self.multiquery and policy is not None and policy not in WITHOUT_CONTEXT_END:
-            found["kvplug.context_end"] = context_end(self.source[1], example)
+            tokenizer = load_tokenizer(self.model)
+            for given, example in zip(options, self.asked, strict=True):
+                given["kvplug.context_end"] = context_end(tokenizer, example)
         if policy == Oracle.name:
-            found["kvplug.scores"] = scores_name(example["ids"])
-        return found
+            for given, example in zip(options, self.asked, strict=True):
+                given["kvplug.scores"] = scores_name(example["ids"])
+        return options
 
     def run(self, policy: str | None, knobs: dict[str, Any], turns: Turns) -> Found:
         """Ask the examples in an engine with this policy; in a process of its own, whose scheduler is looked at."""
@@ -198,8 +231,7 @@ class Examination:
         given = {"kv_policy": policy, "kv_policy_config": knobs} if policy else {}
         with ExitStack() as stack:
             with turns.together():
-                tasks, _, asked = self.source
-                options = [self.options(policy, example) for example in asked]
+                tasks, asked, options = load_tasks(self.tasks), self.asked, self.options(policy)
                 llm = stack.enter_context(engine(**self.arguments, **given))
                 held = Held(llm, policy)
                 limits = [example["max_tokens"] for example in asked]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -82,8 +82,10 @@ def measure(
     rows = [row for row in _rows(out) if "error" not in row]
     todo = [lane for lane in lanes if not _is_there(lane, rows, out)]
     title = title or f"{lanes[0].key} {lanes[0].examination.dtype}"
+    for lane in todo:
+        lane.examination.asked  # noqa: B018  made here once, for all processes
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [partial(replace(lane.examination).run, lane.policy, lane.knobs, Turns(folder)) for lane in todo]
+        jobs = [partial(lane.examination.run, lane.policy, lane.knobs, Turns(folder)) for lane in todo]
         for number, outcome in side_by_side(jobs, lanes[0].examination.at_once, seconds):
             rows.append(row_of(todo[number], outcome))
             found = metrics(rows, form)

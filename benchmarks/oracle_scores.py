@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.engine import engine
-from benchmarks.eval_tasks import Examination, context_end
+from benchmarks.eval_tasks import Examination, context_end, load_tokenizer
 from vllm_kvplug import compat
 from vllm_kvplug.eval.oracle import KINDS, Prompt, unscored, write_scores
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--multiquery", action="store_true", help="contexts are cut before questions are seen")
     args = parser.parse_args()
     examination = Examination.of(args, args.tokens, args.multiquery)
-    _, tokenizer, asked = examination.source
+    asked, tokenizer = examination.asked, load_tokenizer(args.model)
     for kind in args.kinds:
         todo = [asked[i] for i in unscored(args.out / kind, [e["ids"] for e in asked])]
         answers: list[tuple[int, ...]] = [()] * len(todo)

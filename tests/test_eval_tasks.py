@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_tools import one_thread  # noqa: F401
 from serve_tools import add_tokenizer
 
+from benchmarks import eval_tasks
 from benchmarks.engine import Turns
 from benchmarks.eval_tasks import Examination
 from vllm_kvplug.policies.registry import policy_class
@@ -39,6 +41,13 @@ def examination(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) 
     (folder / "tasks.py").write_text(TASKS)
     model = add_tokenizer(tiny_model_dir, folder / "model")
     return Examination(str(model), folder / "tasks.py", 1024, 2, 0, "float32", 4, timed=1)
+
+
+def test_examples_do_not_depend_on_where_they_are_made(examination: Examination, monkeypatch: pytest.MonkeyPatch):
+    apart = replace(examination, examples=eval_tasks.MANY).asked
+    monkeypatch.setattr(eval_tasks, "MANY", 1000)
+    eval_tasks.asked_of.cache_clear()
+    assert replace(examination, examples=len(apart)).asked == apart and len(apart) == 20
 
 
 @pytest.mark.parametrize("policy, knobs", [(None, {}), ("snapkv", {"ratio": 0.5}), ("streaming", {"window": 60})])

@@ -75,6 +75,7 @@ class Examined:
     seed: int = 0
     at_once: int = 1
     dtype: str = "float32"
+    asked = ()
 
     @property
     def about(self) -> dict[str, Any]:
