@@ -112,7 +112,10 @@ def _heard(receiver: Any, process: Any) -> Outcome[Any]:
         outcome = receiver.recv()
     except EOFError:
         outcome = None
-    process.join()
+    process.join(60)
+    if process.is_alive():  # it has said all that it had to say
+        process.kill()
+        process.join()
     return outcome or Outcome(None, f"its process ended with exit code {process.exitcode}")
 
 

@@ -69,6 +69,22 @@ def test_runs_and_reruns(
         run(monkeypatch, model, tmp_path, "--policies", "full", "--seed", "1")
 
 
+def test_multiquery(asked: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path):
+    """Engines hear of it, and its results do not mix with others."""
+    told = []
+    answer = Engines.answer
+
+    def listen(self: Engines, *arguments: Any) -> Answers:
+        told.append((self.multiquery, self.scores))
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(Engines, "answer", listen)
+    run(monkeypatch, model, tmp_path, "--policies", "full,snapkv@0.5", "--multiquery")
+    assert told == [(True, tmp_path / "scores")] * 2
+    with pytest.raises(SystemExit, match="another multiquery"):
+        run(monkeypatch, model, tmp_path, "--policies", "full")
+
+
 def test_fidelity(asked: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path):
     """Full attention continues a text once for all policies; the second of two tokens differs."""
     text = tmp_path / "text.txt"
