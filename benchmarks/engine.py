@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections import deque
@@ -47,6 +49,9 @@ GRAPHS: dict[str, Any] = (
     }
 )
 """Decode steps as captured graphs, on a GPU."""
+
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent dies."""
 
 Result = TypeVar("Result")
 
@@ -99,7 +104,8 @@ def apart(job: Callable[[], Result]) -> Result:
 
 
 def _tell(job: Callable[[], Any], sender: Any) -> None:
-    """Send a job's outcome, from its process."""
+    """Send a job's outcome, from its process, which must not outlive the command that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         sender.send(Outcome(job()))
     except Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -79,14 +80,17 @@ def measure(
     form: of metrics' names. derive: more metrics, from rows and metrics. An engine that fails leaves a row with its
     error that a later call tries again. SystemExit if `out` holds something else under the name of a lane.
     """
-    rows = [row for row in _rows(out) if "error" not in row]
+    begun, rows = time.monotonic(), _rows(out)
     todo = [lane for lane in lanes if not _is_there(lane, rows, out)]
+    names = {(lane.key, lane.name) for lane in todo}
+    rows = [row for row in rows if (row["key"], row["run"]) not in names]  # failures that are tried again
     title = title or f"{lanes[0].key} {lanes[0].examination.dtype}"
     for lane in todo:
         lane.examination.asked  # noqa: B018  made here once, for all processes
     with tempfile.TemporaryDirectory() as folder:
+        left = None if seconds is None else seconds - (time.monotonic() - begun)
         jobs = [partial(lane.examination.run, lane.policy, lane.knobs, Turns(folder)) for lane in todo]
-        for number, outcome in side_by_side(jobs, lanes[0].examination.at_once, seconds):
+        for number, outcome in side_by_side(jobs, lanes[0].examination.at_once, left):
             rows.append(row_of(todo[number], outcome))
             found = metrics(rows, form)
             found |= derive(rows, found)
@@ -141,7 +145,7 @@ def _rows(out: Path) -> list[Row]:
 
 
 def _is_there(lane: Lane, rows: list[Row], out: Path) -> bool:
-    same = [row for row in rows if (row["key"], row["run"]) == (lane.key, lane.name)]
+    same = [row for row in rows if (row["key"], row["run"]) == (lane.key, lane.name) and "error" not in row]
     if same and any(same[0].get(key) != value for key, value in lane.about.items()):
         raise SystemExit(f"{out} has {lane.name} at {lane.key} of other knobs or examples: choose another --out")
     return bool(same)
