@@ -9,12 +9,13 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import gate_sweep, lanes, policies_table
-from benchmarks.engine import Outcome, Turns, apart, side_by_side
+from benchmarks.engine import Outcome, Turns, apart, decode_ms, side_by_side
 from benchmarks.lanes import Found, Lane, full_lane, measure
 
 # ------------------------------------------------------------------------------------------ processes
@@ -63,6 +64,12 @@ def test_turns(tmp_path: Path):
     for thread in threads:
         thread.join(20)
     assert set(told[2:4]) == {"a ends", "b ends"} and told[4:] == ["timed", "late", "late ends"]
+
+
+def test_time_per_token_counts_from_the_last_prompt_on():
+    early = SimpleNamespace(first_token_ts=1.0, last_token_ts=9.0)
+    late = SimpleNamespace(first_token_ts=3.0, last_token_ts=9.4)
+    assert decode_ms([early, late, early], 65) == pytest.approx(100)
 
 
 # ------------------------------------------------------------------------------------------ result files
