@@ -110,7 +110,8 @@ def fidelity_table(result: dict[str, Any]) -> list[str]:
     left_out = dict.fromkeys(row["run"].rsplit("@", 1)[0] for row in result["rows"] if "left_out" in row)
     lines = [
         f"SmolLM2-135M-Instruct on {m['fidelity.texts']:.0f} pieces of documentation of {m['fidelity.tokens']:,.0f} tokens, "
-        "64 greedy tokens each ([fidelity.json](../benchmarks/results/fidelity.json)).",
+        "64 greedy tokens each ([fidelity.json](../benchmarks/results/fidelity.json)). A small model's greedy tokens part from "
+        "each other soon; `rkv` has the whole prompt until its first cut, 12 tokens into the answer.",
         "",
         "| told to keep | policy | greedy tokens matched | KL in nats, at least |",
         "|---|---|---|---|",
