@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.eval_tasks import Examination, Runs
+from benchmarks.eval_tasks import Examination, Runs, lanes_of
+from benchmarks.lanes import measure
 from vllm_kvplug.calibrate.profile import HeadProfile, find_shipped, model_fingerprint
 
 
@@ -60,7 +60,8 @@ def add_trigger_rate(out: Path, profile: HeadProfile, window: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    Examination.add_arguments(parser, tokens=2048, examples=40)
+    Examination.add_arguments(parser, examples=40)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rho", type=float, nargs="+", default=[0.5, 0.4])
     parser.add_argument("--profile", type=Path, help="instead of the shipped one")
@@ -68,10 +69,10 @@ def main() -> None:
     args = parser.parse_args()
     profile = profile_of(args.model, args.profile)
     knobs = {**args.knobs, **({"profile": str(args.profile)} if args.profile else {})}
-    with tempfile.TemporaryDirectory() as folder:
-        uniform(profile).save(Path(folder) / "uniform.json")
-        runs = runs_of(args.rho, knobs, Path(folder) / "uniform.json")
-        Examination.of(args).measure(f"ablation{args.tokens}", runs, args.out)
+    even = args.out.with_name("uniform_profile.json")
+    uniform(profile).save(even)
+    examination = Examination.of(args, args.tokens)
+    measure(lanes_of(examination, runs_of(args.rho, knobs, even), key=f"ablation{args.tokens}"), args.out)
     add_trigger_rate(args.out, profile, args.knobs.get("drift_window", 5))
 
 

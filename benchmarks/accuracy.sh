@@ -24,8 +24,5 @@ kernels=(tests/test_ops.py tests/test_prefill_kernel.py tests/placement/test_app
 lane kernels python3 -m pytest -q "${kernels[@]}" &
 lane eval1024 python3 -m benchmarks.eval_tasks "${common[@]}" --at-once 3 --out "$out/eval1024.json" &
 lane ablation python3 -m benchmarks.ablation "${common[@]}" --at-once 4 --out "$out/ablation.json" &
-lane gates4096 python3 -m benchmarks.eval_tasks "${common[@]}" --tokens 4096 --examples 40 --at-once 3 \
-    --out "$out/gates4096.json" --run \
-    'keep30=fastkvzip:{"ratio": 0.3}' 'keep20=fastkvzip:{"ratio": 0.2}' 'admitted=wgkv:{}' \
-    'snapkv_40=snapkv:{"ratio": 0.4}' 'streaming_30=streaming:{"window": 1200}' 'random_40=random:{"ratio": 0.4}' &
+lane gates4096 python3 -m benchmarks.gate_sweep "${common[@]}" --at-once 3 --out "$out/gates4096.json" &
 wait

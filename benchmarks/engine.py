@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import multiprocessing
 import os
+import signal
+import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -41,30 +50,128 @@ GRAPHS: dict[str, Any] = (
 )
 """Decode steps as captured graphs, on a GPU."""
 
+PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent dies."""
+
 Result = TypeVar("Result")
 
 
-def side_by_side(jobs: Sequence[Callable[[], Result]], at_once: int) -> Iterator[Result]:
-    """Results of jobs in their order: in this process, or `at_once` at a time in processes of their own, for which jobs
-    must be such as can be pickled.
+@dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """What a job returned, or why it did not."""
+
+    value: Result | None
+    error: str | None = None
+
+
+def side_by_side(
+    jobs: Sequence[Callable[[], Result]], at_once: int, seconds: float | None = None
+) -> Iterator[tuple[int, Outcome[Result]]]:
+    """(number of a job, its outcome) as jobs end, `at_once` at a time in processes of their own, for which jobs must be
+    such as can be pickled. What has not ended after `seconds` is killed and left out.
 
     Engines wait for the host most of the time, so several may share a GPU where nothing is timed.
     """
-    if at_once == 1:
-        yield from (job() for job in jobs)
-        return
-    with _processes(at_once) as pool:
-        yield from (future.result() for future in [pool.submit(job) for job in jobs])
+    spawn, waiting = multiprocessing.get_context("spawn"), deque(enumerate(jobs))
+    running: dict[Any, tuple[int, Any]] = {}
+    end = None if seconds is None else time.monotonic() + seconds
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, job = waiting.popleft()
+                receiver, sender = spawn.Pipe(duplex=False)
+                process = spawn.Process(target=_tell, args=(job, sender))
+                process.start()
+                sender.close()
+                running[receiver] = number, process
+            ready = connection.wait(list(running), None if end is None else max(end - time.monotonic(), 0))
+            if not ready:
+                return
+            for receiver in ready:
+                number, process = running.pop(receiver)
+                yield number, _heard(receiver, process)
+    finally:
+        for _, process in running.values():
+            process.kill()
 
 
 def apart(job: Callable[[], Result]) -> Result:
-    """The result of a job in a process of its own, which gives all GPU memory back."""
-    with _processes(1) as pool:
-        return pool.submit(job).result()
+    """The result of a job in a process of its own, which gives all GPU memory back. RuntimeError if it fails."""
+    ((_, outcome),) = side_by_side([job], 1)
+    if outcome.error is not None:
+        raise RuntimeError(outcome.error)
+    return outcome.value  # type: ignore[return-value]
 
 
-def _processes(count: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1)
+def _tell(job: Callable[[], Any], sender: Any) -> None:
+    """Send a job's outcome, from its process, which must not outlive the command that started it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        sender.send(Outcome(job()))
+    except Exception:
+        sender.send(Outcome(None, traceback.format_exc()))
+
+
+def _heard(receiver: Any, process: Any) -> Outcome[Any]:
+    """What a process that has something to say, or has died, sent."""
+    try:
+        outcome = receiver.recv()
+    except EOFError:
+        outcome = None
+    process.join(60)
+    if process.is_alive():  # it has said all that it had to say
+        process.kill()
+        process.join()
+    return outcome or Outcome(None, f"its process ended with exit code {process.exitcode}")
+
+
+class Turns:
+    """Many processes work side by side, or one is timed: locks on files in a folder that they share.
+
+    A process that dies gives its locks back, and whoever waits to be timed comes before those that want to begin.
+    """
+
+    def __init__(self, folder: str | Path):
+        self._folder = Path(folder)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Beside others that do the same, and while nobody is timed."""
+        with self._open("next") as turn, self._open("room") as room:
+            while not _taken(turn):  # by somebody who is timed or waits for it
+                time.sleep(0.5)
+            fcntl.flock(room, fcntl.LOCK_SH)
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Once all that began before have come to an end."""
+        with self._open("next") as turn, self._open("room") as room:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(room, fcntl.LOCK_EX)
+            yield
+
+    def _open(self, name: str) -> Any:
+        return (self._folder / name).open("w")
+
+
+def _taken(file: Any) -> bool:
+    """Whether a lock could be taken at once."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def decode_ms(stats: Sequence[Any], outputs: int) -> float:
+    """Milliseconds per output token of a batch in which every request has `outputs`, from vLLM's times of its requests.
+
+    Earlier requests of a batch decode while later prompts are computed; only what comes after counts.
+    """
+    last = max(stats, key=lambda s: s.first_token_ts)
+    return 1000 * (last.last_token_ts - last.first_token_ts) / (outputs - 1)
 
 
 def greedy(llm: Any, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:

@@ -31,7 +31,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import GRAPHS, apart, engine, scheduler
+from benchmarks.engine import GRAPHS, apart, decode_ms, engine, scheduler
 from benchmarks.held_bytes import most_running
 from vllm_kvplug.tiny import head_profile
 
@@ -72,14 +72,10 @@ def run(llm: Any, tokens: int, count: int, outputs: int = OUTPUT_TOKENS) -> list
 
 
 def times(llm: Any, tokens: int, count: int) -> tuple[float, float]:
-    """Seconds until the last prompt was done, and milliseconds per output token from then on.
-
-    Earlier requests of a batch decode while later prompts are computed; only what comes after counts.
-    """
+    """Seconds until the last prompt was done, and milliseconds per output token from then on."""
     stats = run(llm, tokens, count)
-    last = max(stats, key=lambda s: s.first_token_ts)
-    begun = min(s.scheduled_ts for s in stats)
-    return last.first_token_ts - begun, 1000 * (last.last_token_ts - last.first_token_ts) / (OUTPUT_TOKENS - 1)
+    prefill = max(s.first_token_ts for s in stats) - min(s.scheduled_ts for s in stats)
+    return prefill, decode_ms(stats, OUTPUT_TOKENS)
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Writes the results section of README.md from the files in benchmarks/results/. What was not measured is left out.
+"""Writes the results in README.md and docs from the files in benchmarks/results/. What was not measured is left out.
 
 python -m benchmarks.render [--check]
 """
@@ -18,7 +18,7 @@ SOURCES = (
     "machine. Our SnapKV and Expected Attention keep the tokens that those of kvpress 0.5.5 keep "
     "([against_kvpress.json](benchmarks/results/against_kvpress.json))."
 )
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- results: python -m benchmarks.render -->", "<!-- end of results -->"
 RUNS = {
     "heterocache_rho50": "heterocache, rho 0.5, with retrieval",
@@ -35,22 +35,92 @@ Metrics = dict[str, float]
 
 def load(name: str) -> tuple[Metrics, list[dict[str, Any]]]:
     """Metrics and rows of a result file; nothing of one that is not there."""
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        return {}, []
-    content = json.loads(path.read_text())
+    content = load_file(name)
     return content["metrics"], content["rows"]
 
 
+def load_file(name: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {"metrics": {}, "rows": [], "machine": ""}
+
+
 def section() -> str:
-    """The text between the two markers."""
+    """README's text between the two markers."""
     metrics, parts = load("first_light")
     lifecycle, gates = load("heterocache")[0], load("fastkvzip")[0]
-    lines = ["## Results", "", *task_table(metrics, parts)]
+    lines = ["## Results", "", *policy_table(load_file("policies")), *task_table(metrics, parts)]
     notes = [gate_note(gates), memory_note(metrics), exactness_note(metrics), soak_note(lifecycle)]
     notes.append(gpu_note(metrics, parts))
     lines += [note for note in notes if note]
-    return "\n".join([BEGIN, "", *lines, "", SOURCES, "", END])
+    return "\n".join([*lines, "", SOURCES])
+
+
+def policy_table(result: dict[str, Any]) -> list[str]:
+    """Every policy at every level, the best of a level first, from a file of benchmarks.policies_table."""
+    m: Metrics = result["metrics"]
+    lengths = sorted({int(key.rsplit(".eval", 1)[1].split(".")[0]) for key in m if "@" in key})
+    runs = {key.rsplit(".eval", 1)[0] for key in m if "@" in key and key.endswith(".rel")}
+    if not runs:
+        return []
+    longest, examples = lengths[-1], m[f"eval{lengths[0]}.examples"]
+    timed = f"full.eval{longest}.tpot_ms" in m
+
+    def place(run: str) -> tuple[float, float]:
+        """Larger levels first, then higher scores at the shortest length that was measured."""
+        rel = next(m[key] for n in lengths if (key := f"{run}.eval{n}.rel") in m)
+        return -float(run.rsplit("@", 1)[1]), -rel
+
+    head = ["told to keep", "policy", *(f"of full's score, {n:,} tokens" for n in lengths)]
+    head += ["GPU KV bytes, of full's", "host MiB a request", *(["ms a token"] if timed else [])]
+    lines = [
+        f"Every policy that serves the small model, at the same levels: scores of {examples:.0f} examples relative to full "
+        f"attention's (95% interval), and what requests of {longest:,} tokens really take while they decode"
+        + (f", full attention {m[f'full.eval{longest}.tpot_ms']:.1f} ms a token" if timed else "")
+        + f" ({result['machine']}).",
+        "",
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+    ]
+    for run in sorted(runs, key=place):
+        policy, level = run.rsplit("@", 1)
+        cells = [f"{float(level):.0%}", f"`{policy}`", *(_relative(m, f"{run}.eval{n}") for n in lengths)]
+        key = f"{run}.eval{longest}"
+        cells += [_cell(m, f"{key}.gpu_kv_ratio", ".2f"), _cell(m, f"{key}.host_bytes", ".1f", 1 / 2**20)]
+        lines.append(f"| {' | '.join(cells + ([_cell(m, f'{key}.tpot_ms', '.1f')] if timed else []))} |")
+    failed = [f"`{row['run']}`" for row in result["rows"] if "error" in row]
+    return [*lines, "", *([f"Did not run: {', '.join(failed)}.", ""] if failed else [])]
+
+
+def _relative(m: Metrics, key: str) -> str:
+    if f"{key}.rel" not in m:
+        return "-"
+    return f"{m[f'{key}.rel']:.2f} ({m[f'{key}.rel_low']:.2f} to {m[f'{key}.rel_high']:.2f})"
+
+
+def _cell(m: Metrics, key: str, form: str, unit: float = 1.0) -> str:
+    return format(m[key] * unit, form) if key in m else "-"
+
+
+def fidelity_table(result: dict[str, Any]) -> list[str]:
+    """The policies nearest to full attention first, from the file of benchmarks.fidelity."""
+    m: Metrics = result["metrics"]
+    runs = [key.removesuffix(".kld") for key in m if key.endswith(".kld")]
+    if not runs:
+        return []
+    left_out = dict.fromkeys(row["run"].rsplit("@", 1)[0] for row in result["rows"] if "left_out" in row)
+    lines = [
+        f"SmolLM2-135M-Instruct on {m['fidelity.texts']:.0f} pieces of documentation of {m['fidelity.tokens']:,.0f} tokens, "
+        "64 greedy tokens each ([fidelity.json](../benchmarks/results/fidelity.json)). A small model's greedy tokens part from "
+        "each other soon; `rkv` has the whole prompt until its first cut, 12 tokens into the answer.",
+        "",
+        "| told to keep | policy | greedy tokens matched | KL in nats, at least |",
+        "|---|---|---|---|",
+    ]
+    for run in sorted(runs, key=lambda run: (-float(run.rsplit("@", 1)[1]), -m[f"{run}.token_match"])):
+        policy, level = run.rsplit("@", 1)
+        lines.append(f"| {float(level):.0%} | `{policy}` | {m[f'{run}.token_match']:.2f} | {m[f'{run}.kld']:.4f} |")
+    names = ", ".join(f"`{name}`" for name in left_out)
+    return [*lines, *(["", f"Left out, since this model has no gate or profile for them: {names}."] if names else [])]
 
 
 def task_table(m: Metrics, parts: list[dict[str, Any]]) -> list[str]:
@@ -150,16 +220,32 @@ def gpu_note(m: Metrics, parts: list[dict[str, Any]]) -> str:
     )
 
 
+def written(path: Path, lines: str) -> str:
+    """The text of a file with `lines` between its markers."""
+    head, rest = path.read_text().split(BEGIN)
+    middle = f"\n\n{lines}\n\n" if lines else "\n"
+    return f"{head}{BEGIN}{middle}{END}{rest.split(END)[1]}"
+
+
+def targets() -> dict[Path, str]:
+    """Files with markers, and what belongs between them."""
+    return {
+        ROOT / "README.md": section(),
+        ROOT / "docs" / "policies.md": "\n".join(policy_table(load_file("policies"))).rstrip(),
+        ROOT / "docs" / "evaluation.md": "\n".join(fidelity_table(load_file("fidelity"))),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail if README.md is not up to date")
+    parser.add_argument("--check", action="store_true", help="fail if a file is not up to date")
     args = parser.parse_args()
-    text = README.read_text()
-    head, rest = text.split(BEGIN)
-    new = head + section() + rest.split(END)[1]
-    if args.check:
-        sys.exit("README.md is not rendered from the results" if new != text else 0)
-    README.write_text(new)
+    for path, lines in targets().items():
+        new = written(path, lines)
+        if not args.check:
+            path.write_text(new)
+        elif new != path.read_text():
+            sys.exit(f"{path.relative_to(ROOT)} is not rendered from the results")
 
 
 if __name__ == "__main__":

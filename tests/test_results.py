@@ -1,16 +1,75 @@
-"""What README claims is what was measured."""
+"""What README and docs claim is what was measured."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.render import fidelity_table, policy_table, written
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_readme_is_rendered_from_the_results():
+def test_files_are_rendered_from_the_results():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.render", "--check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+POLICIES = {
+    "eval4096.examples": 280,
+    "eval8192.examples": 280,
+    "full.eval4096.mean": 0.9,
+    "full.eval8192.tpot_ms": 2.0,
+    **{f"snapkv@0.5.eval4096.{k}": v for k, v in {"rel": 0.41, "rel_low": 0.36, "rel_high": 0.46}.items()},
+    **{f"knorm@0.5.eval4096.{k}": v for k, v in {"rel": 0.72, "rel_low": 0.6, "rel_high": 0.8}.items()},
+    **{f"knorm@0.25.eval4096.{k}": v for k, v in {"rel": 0.9, "rel_low": 0.9, "rel_high": 0.9}.items()},
+    **{f"knorm@0.5.eval8192.{k}": v for k, v in {"rel": 0.71, "rel_low": 0.6, "rel_high": 0.8}.items()},
+    "knorm@0.5.eval8192.gpu_kv_ratio": 0.513,
+    "knorm@0.5.eval8192.host_bytes": 3 * 2**19,
+    "knorm@0.5.eval8192.tpot_ms": 2.25,
+}
+
+
+def test_the_table_of_policies():
+    """Levels in falling order, within them the best first; what was not measured yet is a dash."""
+    rows = [{"run": "rkv@0.5", "error": "no such budget"}]
+    lines = policy_table({"metrics": POLICIES, "rows": rows, "machine": "a machine"})
+    assert "280 examples" in lines[0] and "8,192 tokens" in lines[0] and "2.0 ms" in lines[0]
+    assert [line for line in lines if line.startswith(("| 50%", "| 25%"))] == [
+        "| 50% | `knorm` | 0.72 (0.60 to 0.80) | 0.71 (0.60 to 0.80) | 0.51 | 1.5 | 2.2 |",
+        "| 50% | `snapkv` | 0.41 (0.36 to 0.46) | - | - | - | - |",
+        "| 25% | `knorm` | 0.90 (0.90 to 0.90) | - | - | - | - |",
+    ]
+    columns = {line.count("|") for line in lines if line.startswith("|")}
+    assert columns == {8} and "Did not run: `rkv@0.5`." in lines
+    assert policy_table({"metrics": {}, "rows": [], "machine": ""}) == []
+
+
+def test_the_table_of_fidelity():
+    metrics = {"fidelity.texts": 12, "fidelity.tokens": 1140}
+    metrics |= {"snapkv@0.5.kld": 0.01, "snapkv@0.5.token_match": 0.4, "duo@0.5.kld": 0.02, "duo@0.5.token_match": 0.6}
+    lines = fidelity_table({"metrics": metrics, "rows": [{"run": "wgkv@0.5", "left_out": "no gate"}]})
+    assert lines[-1].endswith("`wgkv`.") and lines[-4:-2] == [
+        "| 50% | `duo` | 0.60 | 0.0200 |",
+        "| 50% | `snapkv` | 0.40 | 0.0100 |",
+    ]
+
+
+def test_what_stands_between_markers(tmp_path: Path):
+    file = tmp_path / "x.md"
+    file.write_text("before\n<!-- results: python -m benchmarks.render -->\nold\n<!-- end of results -->\nafter\n")
+    file.write_text(written(file, "new"))
+    assert "before\n" in file.read_text() and "\n\nnew\n\n" in file.read_text() and "old" not in file.read_text()
+    assert written(file, "new") == file.read_text()
+    assert written(file, "").count("\n") == 4
+
+
+def test_result_files_say_where_they_come_from():
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert {"name", "command", "commit", "date", "versions", "machine", "metrics"} <= json.loads(
+            path.read_text()
+        ).keys()

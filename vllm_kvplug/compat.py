@@ -218,18 +218,20 @@ def generate(
     prompts: Sequence[list[int]],
     max_tokens: Sequence[int],
     after_step: Callable[[int], None] = lambda finished: None,
+    asked: Sequence[dict[str, Any]] = (),
     **options: Any,
 ) -> list[Any]:
     """Greedy completions of token-id prompts, submitted at once; options: of SamplingParams.
 
-    after_step is told after every step how many requests have finished in it.
+    after_step is told after every step how many requests have finished in it. asked: every prompt's `kvplug.*` options.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine, final = llm.llm_engine, RequestOutputKind.FINAL_ONLY
-    for i, (prompt, most) in enumerate(zip(prompts, max_tokens, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=most, output_kind=final, **options)
+    given = [extra or None for extra in asked or [{}] * len(prompts)]
+    for i, (prompt, most, extra) in enumerate(zip(prompts, max_tokens, given, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=most, output_kind=final, extra_args=extra, **options)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     results: dict[int, Any] = {}
     while engine.has_unfinished_requests():
@@ -240,27 +242,32 @@ def generate(
 
 
 class HeldMemory:
-    """What requests of an engine in this process hold once their prompts are complete."""
+    """What decoding requests of an engine in this process hold, all steps taken together.
+
+    room: tokens that their blocks have room for; tokens: that they have.
+    """
 
     def __init__(self, llm: Any):
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        self._seen: dict[str, tuple[int, int]] = {}
+        self.room = self.tokens = 0
+
+    def decoding(self) -> list[Any]:
+        """vLLM's running requests whose prompts are complete, and have given back what their policy drops."""
+        # Blocks go back in the step after the one that completed the prompt.
+        return [request for request in self._scheduler.running if request.num_output_tokens >= 2]
 
     def look(self) -> None:
         """Call it after every step."""
-        coordinator = self._scheduler.kv_cache_manager.coordinator
-        for request_id, request in self._scheduler.requests.items():
-            # Blocks go back in the step after the one that completed the prompt.
-            if request.num_output_tokens >= 2 and request_id not in self._seen:
-                managers = coordinator.single_type_managers
-                held = [sum(not b.is_null for b in m.req_to_blocks[request_id]) * m.block_size for m in managers]
-                self._seen[request_id] = max(held), request.num_tokens
+        managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        for request in self.decoding():
+            rows = [(m.req_to_blocks[request.request_id], m.block_size) for m in managers]
+            self.room += max(sum(not block.is_null for block in row) * size for row, size in rows)
+            self.tokens += request.num_tokens
 
     @property
     def share(self) -> float:
-        """Tokens that requests' blocks had room for, relative to the tokens they had; NaN if none was seen."""
-        room, tokens = (sum(column) for column in zip(*self._seen.values(), strict=True)) if self._seen else (0, 0)
-        return room / tokens if tokens else math.nan
+        """Room relative to tokens; NaN if nothing was seen."""
+        return self.room / self.tokens if self.tokens else math.nan
 
 
 class OneRequest:

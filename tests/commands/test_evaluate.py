@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.eval import runner
 from vllm_kvplug.eval.fidelity import Continuation
 from vllm_kvplug.eval.runner import Answers, Engines, Server, request_options, usage_in
+from vllm_kvplug.eval.tasks import make
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,22 @@ def test_runs_and_reruns(
         run(monkeypatch, model, tmp_path, "--policies", "full", "--seed", "1")
 
 
+def test_multiquery(asked: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path):
+    """Engines hear of it, and its results do not mix with others."""
+    told = []
+    answer = Engines.answer
+
+    def listen(self: Engines, *arguments: Any) -> Answers:
+        told.append((self.multiquery, self.scores))
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(Engines, "answer", listen)
+    run(monkeypatch, model, tmp_path, "--policies", "full,snapkv@0.5", "--multiquery")
+    assert told == [(True, tmp_path / "scores")] * 2
+    with pytest.raises(SystemExit, match="another multiquery"):
+        run(monkeypatch, model, tmp_path, "--policies", "full")
+
+
 def test_fidelity(asked: list[str], monkeypatch: pytest.MonkeyPatch, model: Path, tmp_path: Path):
     """Full attention continues a text once for all policies; the second of two tokens differs."""
     text = tmp_path / "text.txt"
@@ -94,6 +112,8 @@ def test_fidelity(asked: list[str], monkeypatch: pytest.MonkeyPatch, model: Path
         (["--policies", 'snapkv:{"ratio": 0.5}', "--server", "http://localhost:1"], "running server"),
         (["--policies", "full", "--server", "http://localhost:1", "--fidelity", "x"], "--fidelity"),
         (["--policies", "full", "--server", "http://localhost:1"], "--server http://localhost:1"),
+        (["--policies", "oracle@0.5", "--server", "http://localhost:1"], "oracle@0.5"),
+        (["--policies", "full,oracle@0.5", "--fidelity", "x"], "oracle"),
     ],
     ids=str,
 )
@@ -116,22 +136,72 @@ def test_commas_within_json():
 # ------------------------------------------------------------------------------------------ a real engine
 
 
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 4}
+
+
 def test_an_engine(model: Path, monkeypatch: pytest.MonkeyPatch):
     """Half of the prompt's blocks, and log-probabilities of every decoded token."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    arguments = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 4}
-    engines = Engines(str(model), arguments)
+    engines = Engines(str(model), ENGINE)
     prompts = [[i % 300 for i in range(n)] for n in (640, 320)]
-    job = engines._run("snapkv@0.5", prompts, [8, 8], "test", 5)
-    # 320 + 2 tokens of 642, and 160 + 2 of 322, in blocks of 16.
-    assert job["memory"] == pytest.approx((336 + 176) / (642 + 322))
+    job = engines._run("snapkv", {"ratio": 0.5}, prompts, [8, 8], "test", 5)
+    # 320 + 2 tokens of 642, and 160 + 2 of 322, in blocks of 16, until 7 of the 8 are there.
+    seen = [(640 + n, 320 + n) for n in range(2, 8)]
+    assert job["memory"] == pytest.approx((336 + 176) * len(seen) / sum(map(sum, seen)))
     assert [len(tokens) for tokens in job["tokens"]] == [8, 8]
     assert all(str(t) in step for t, step in zip(job["tokens"][0], job["steps"][0], strict=True))
 
 
 def test_an_engine_that_fails(model: Path):
     with pytest.raises(PolicyError, match="some run: the engine failed"):
-        Engines(str(model), {"dtype": "float33"})._run("full", [[1]], [1], "some run", 0)
+        Engines(str(model), {"dtype": "float33"})._run(None, {}, [[1]], [1], "some run")
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What would be asked of engines."""
+    found: list[dict[str, Any]] = []
+
+    def run(self: Any, name: Any, knobs: Any, prompts: Any, limits: Any, label: str, logprobs: int = 0, options=()):
+        found.append({"name": name, "knobs": knobs, "prompts": prompts, "options": list(options), "label": label})
+        return {"texts": [""] * len(prompts), "memory": 1.0, "tokens": [[5, 6]] * len(prompts)}
+
+    monkeypatch.setattr(Engines, "_run", run)
+    return found
+
+
+@pytest.mark.parametrize("policy, cut", [("snapkv@0.5", True), ("full", False), ("streaming", False)])
+def test_contexts_for_several_questions(policy: str, cut: bool, jobs: list[dict[str, Any]], model: Path):
+    """All questions of a context have the same first tokens, where policies that can be told so cut it."""
+    engines = Engines(str(model), multiquery=True)
+    tokens = lambda text: len(engines.tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    engines.answer(policy, [make("multiquery", 600, 0, index, tokens) for index in range(2)], "test")
+    (job,) = jobs
+    if not cut:
+        assert job["options"] == [{}, {}]
+        return
+    ends = [asked["kvplug.context_end"] for asked in job["options"]]
+    first, other = (prompt[:end] for prompt, end in zip(job["prompts"], ends, strict=True))
+    assert first == other and 400 < ends[0] < min(map(len, job["prompts"]))
+
+
+def test_oracles_are_told(jobs: list[dict[str, Any]], model: Path, tmp_path: Path):
+    """Scores are computed once for all budgets; a folder without them says how to get them."""
+    engines = Engines(str(model), scores=tmp_path)
+    examples = [make("kv", 300, 0, index, lambda text: len(engines.tokenizer(text)["input_ids"])) for index in range(2)]
+    engines.answer("oracle@0.5", examples, "test")
+    (job,) = jobs
+    assert job["knobs"] == {"ratio": 0.5, "scores": str(tmp_path / "kvzip")}
+    names = [asked["kvplug.scores"] for asked in job["options"]]
+    assert sorted(f"{name}.safetensors" for name in names) == sorted(p.name for p in (tmp_path / "kvzip").iterdir())
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "kvzip").iterdir()}
+    engines.answer("oracle@0.25", examples, "test")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "kvzip").iterdir()} == written
+    engines.answer('oracle:{"scores": "answer"}', examples, "test")
+    assert [job["label"] for job in jobs[2:]] == ["full attention's answers", "test"]
+    assert len(list((tmp_path / "answer").iterdir())) == 2
+    with pytest.raises(PolicyError, match='no scores for 2 of 2 prompts. Give "scores": "kvzip"'):
+        engines.answer(f'oracle:{{"scores": "{tmp_path}"}}', examples, "test")
 
 
 # ------------------------------------------------------------------------------------------ a server
@@ -177,8 +247,6 @@ def test_a_server(policy: str, options: Any, url: str, model: Path):
     pytest.importorskip("openai")
     from transformers import AutoTokenizer
 
-    from vllm_kvplug.eval.tasks import make
-
     examples = [make("kv", 4000, 0, i, len) for i in range(3)]  # characters in place of tokens
     server = Server(url, AutoTokenizer.from_pretrained(model))
     with runner.PeakUsage(f"{url}/metrics", seconds=0.01) as usage:
@@ -188,6 +256,8 @@ def test_a_server(policy: str, options: Any, url: str, model: Path):
     answers = server.answer(policy, examples, "test")
     assert [json.loads(text) for text in answers.texts] == [{"model": "served", "xargs": options}] * 3
     assert request_options(policy) == (options or {})
+    told = json.loads(replace(server, multiquery=True).answer(policy, examples, "test").texts[0])["xargs"]
+    assert ("kvplug.context_end" in (told or {})) == (policy != "full")
 
 
 def test_the_fullest_engine_counts():

@@ -66,6 +66,19 @@ def test_questions_about_one_context():
     assert len({e.question for e in group}) == SHARED + 1
 
 
+def test_hard_needles_are_paraphrased_among_distractors():
+    """What is asked stands in the text in other words; its place has another code and a past one, and a double."""
+    made = example("hardneedle", 3000)
+    asked = re.findall(r"the ([a-z ]+) of (\w+)", made.question)
+    assert len(asked) == len(made.answer.splitlines()) == 6
+    for (relation, name), value in zip(asked, made.answer.splitlines(), strict=True):
+        lines = [line for line in made.context.splitlines() if re.search(rf"\b{name}\b", line)]
+        (fact,) = [line for line in lines if value in line]
+        assert relation not in fact and len(lines) == 3
+        assert sum("until last spring" in line.lower() for line in lines) == 1 and "spring" not in fact.lower()
+        assert len(set(re.findall(rf"\b{name[:-1]}[aeiou]\b", made.context))) == 2
+
+
 def test_chains_are_told_in_order():
     made = example("vartrack", 3000)
     names = made.answer.split(", ")

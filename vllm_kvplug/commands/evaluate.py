@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default="1024", metavar="LIST", help="lengths of examples (default %(default)s)")
     parser.add_argument("--n", type=int, default=40, metavar="N", help="examples per task (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument(
+        "--multiquery",
+        action="store_true",
+        help="cut contexts before their questions are seen: what is kept must serve any question",
+    )
     parser.add_argument("--server", metavar="URL", help="a running server, instead of engines in turn")
     parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM")
     parser.add_argument("--fidelity", type=Path, metavar="FILE", help="also compare distributions on this text")
@@ -49,13 +54,18 @@ def run(args: argparse.Namespace) -> None:
             runner.read_policy(policy)
     if args.server and args.fidelity:
         raise PolicyError("--fidelity needs engines of its own: remove --server")
+    if args.fidelity and any(runner.is_oracle(policy) for policy in policies):
+        raise PolicyError("--fidelity continues texts, for which oracle has no scores: remove it from --policies")
     if args.server and args.ray is not None:
         raise PolicyError("--ray spreads engines, and a server is one already: remove --ray or --server")
     workers = spread.spread(args.ray)
     settings = {"model": args.model, "tasks": chosen, "n": args.n, "seed": args.seed, "server": bool(args.server)}
-    results = report.Results(args.out, settings | {"engine": args.engine})
+    settings |= {"engine": args.engine, "multiquery": args.multiquery}
+    results = report.Results(args.out, settings)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    backend: Any = runner.Server(args.server, tokenizer) if args.server else runner.Engines(args.model, args.engine)
+    backend: Any = runner.Engines(args.model, args.engine, args.multiquery, args.out.absolute() / "scores")
+    if args.server:
+        backend = runner.Server(args.server, tokenizer, args.multiquery)
     devices = args.engine.get("tensor_parallel_size", 1)
     evaluation = _Evaluation(workers, devices, backend, policies, results)
     examples = {tokens: list(_examples(chosen, tokens, args, tokenizer)) for tokens in lengths}

@@ -2,8 +2,9 @@
 
     python -m vllm_kvplug.eval.engine_process JOB OUT     both are JSON files
 
-The job has the engine's arguments, prompts as token ids, and limits on answers; the result has texts, the share of
-memory held once prompts are complete and, if the job asks for log-probabilities, continuations.
+The job has the engine's arguments, prompts as token ids, their `kvplug.*` options, and limits on answers. The result
+has answers as texts and token ids, the share of memory held while requests decode and, if the job asks for them,
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             if finished:
                 progress.update(finished)
 
-        outputs = compat.generate(llm, prompts, job["max_tokens"], after_step, **options)
+        outputs = compat.generate(llm, prompts, job["max_tokens"], after_step, job["options"], **options)
     result: dict[str, Any] = {"texts": [output.text for output in outputs], "memory": held.share}
+    result["tokens"] = [list(output.token_ids) for output in outputs]
     if job["logprobs"]:
-        result["tokens"] = [list(output.token_ids) for output in outputs]
         result["steps"] = [[{t: p.logprob for t, p in step.items()} for step in o.logprobs] for o in outputs]
     return result
 

@@ -10,11 +10,22 @@ Shapes: L layers, H KV heads, T tokens that are cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.gates.backbone import Backbone
 from vllm_kvplug.gates.targets import Frame, attention_paid, reading, reconstruction_targets
+from vllm_kvplug.policies.oracle import Kind, ScoresMetadata, save_scores, scores_name, scores_path
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 CHUNK = 2000
 """Tokens repeated at a time, as in the authors' code."""
@@ -42,6 +53,32 @@ def answer_scores(model: PreTrainedModel, tokens: Tensor, cut: int) -> Tensor:
     """
     paid = attention_paid(model, reading(model, tokens[: cut - 1]), tokens[cut - 1 :], 0, 0, cut - 1)
     return torch.nn.functional.pad(paid, (0, 1), value=1.0)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt, and how many of its first tokens are cut. answer: full attention's greedy one, as ids."""
+
+    ids: list[int]
+    cut: int
+    answer: tuple[int, ...] = ()
+
+
+def unscored(folder: Path, prompts: Sequence[list[int]]) -> list[int]:
+    """Numbers of the prompts, as token ids, that have no file of scores in the folder."""
+    return [i for i, ids in enumerate(prompts) if not scores_path(folder, scores_name(ids)).exists()]
+
+
+def write_scores(model: str, tokenizer: Any, kind: Kind, prompts: Sequence[Prompt], folder: Path, device: str) -> None:
+    """Compute a file of scores for every prompt; those of kind `answer` need its answer."""
+    backbone = Backbone(Path(model), device)
+    frame, metadata = Frame.of(tokenizer), ScoresMetadata(kind=kind, model=ProfiledModel.of(backbone.config, model))
+    for prompt in tqdm(prompts, desc=f"scores {kind}"):
+        if kind == "kvzip":
+            scores = kvzip_scores(backbone.model, frame, torch.tensor(prompt.ids[: prompt.cut]))
+        else:
+            scores = answer_scores(backbone.model, torch.tensor([*prompt.ids, *prompt.answer[:-1]]), prompt.cut)
+        save_scores(folder, prompt.ids, scores, metadata)
 
 
 def _at(prompt: Tensor, start: int, part: Tensor) -> bool:

@@ -18,8 +18,10 @@ from typing import Any
 from vllm_kvplug import compat
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.eval.fidelity import TOP, Continuation
+from vllm_kvplug.eval.prompts import WITHOUT_CONTEXT_END, chat_ids, context_tokens
 from vllm_kvplug.eval.tasks import Example
 from vllm_kvplug.policies.argument import read_policy
+from vllm_kvplug.policies.oracle import Oracle, scores_name
 
 FULL = "full"
 """The run that others are compared with: full attention."""
@@ -42,10 +44,16 @@ def longest_answer(tokenizer: Any, example: Example) -> int:
 
 @dataclass
 class Engines:
-    """Engines of stock vLLM and of policies. memory: of blocks held once prompts are complete, per token."""
+    """Engines of stock vLLM and of policies. memory: of blocks held while requests decode, per token.
+
+    multiquery: contexts are cut before their questions are seen. scores: folder for what `oracle` is told, a folder of
+    its own for every kind.
+    """
 
     model: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    multiquery: bool = False
+    scores: Path = Path("scores")
 
     def __post_init__(self) -> None:
         from transformers import AutoTokenizer
@@ -53,30 +61,82 @@ class Engines:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(self.model)
 
     def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers:
-        template = {"add_generation_prompt": True, "return_dict": True}
-        prompts = [list(self.tokenizer.apply_chat_template(e.messages, **template)["input_ids"]) for e in examples]
+        prompts = [chat_ids(self.tokenizer, e.messages) for e in examples]
+        ends = [context_tokens(self.tokenizer, e.messages, e.context_end) for e in examples] if self.multiquery else []
         limits = [longest_answer(self.tokenizer, e) for e in examples]
-        result = self._run(policy, prompts, limits, label, 0)
+        name, knobs = (None, {}) if policy == FULL else read_policy(policy)
+        options: list[dict[str, Any]] = [{} for _ in prompts]
+        if name is not None and name not in WITHOUT_CONTEXT_END:
+            for asked, end in zip(options, ends, strict=False):
+                asked["kvplug.context_end"] = end
+        if name == Oracle.name:
+            cuts = ends or [len(prompt) for prompt in prompts]
+            knobs["scores"] = str(self._oracle_scores(policy, knobs.get("scores"), prompts, cuts, limits))
+            for asked, prompt in zip(options, prompts, strict=True):
+                asked["kvplug.scores"] = scores_name(prompt)
+        result = self._run(name, knobs, prompts, limits, label, options=options)
         return Answers(result["texts"], result["memory"])
 
     def continue_text(self, policy: str, prompts: list[list[int]], tokens: int, label: str) -> list[Continuation]:
         """Greedy continuations of `tokens` tokens, with log-probabilities."""
-        result = self._run(policy, prompts, [tokens] * len(prompts), label, TOP)
+        name, knobs = (None, {}) if policy == FULL else read_policy(policy)
+        result = self._run(name, knobs, prompts, [tokens] * len(prompts), label, logprobs=TOP)
         steps = [[{int(t): p for t, p in step.items()} for step in steps] for steps in result["steps"]]
         return [Continuation(*pair) for pair in zip(result["tokens"], steps, strict=True)]
 
-    def _run(self, policy: str, prompts: list[list[int]], max_tokens: list[int], label: str, logprobs: int) -> Any:
+    def _oracle_scores(
+        self, policy: str, given: str | None, prompts: list[list[int]], cuts: list[int], limits: list[int]
+    ) -> Path:
+        """Folder with scores of all prompts: one that was given, or one of a kind, which is filled here."""
+        import torch
+
+        from vllm_kvplug.eval.oracle import KINDS, Prompt, unscored, write_scores
+
+        kind = next((kind for kind in KINDS if kind == (given or KINDS[0])), None)
+        folder = Path(given or "") if kind is None else self.scores / kind
+        missing = unscored(folder, prompts)
+        if kind is None and missing:
+            raise PolicyError(
+                f"--policies {policy}: {folder} has no scores for {len(missing)} of {len(prompts)} prompts. Give "
+                f'"scores": "{KINDS[0]}" or "{KINDS[1]}", and they are computed.'
+            )
+        if kind is not None and missing:
+            asked = [prompts[i] for i in missing]
+            answers: list[list[int]] = [[] for _ in asked]
+            if kind == "answer":
+                label = "full attention's answers"
+                answers = self._run(None, {}, asked, [limits[i] for i in missing], label)["tokens"]
+            todo = [Prompt(prompts[i], cuts[i], tuple(answer)) for i, answer in zip(missing, answers, strict=True)]
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            write_scores(self.model, self.tokenizer, kind, todo, folder, device)
+            if device == "cuda":
+                torch.cuda.empty_cache()  # for the next engine
+        return folder
+
+    def _run(
+        self,
+        name: str | None,
+        knobs: dict[str, Any],
+        prompts: list[list[int]],
+        max_tokens: list[int],
+        label: str,
+        logprobs: int = 0,
+        options: Sequence[dict[str, Any]] = (),
+    ) -> Any:
+        """What `engine_process` says of these prompts under a policy, None for stock vLLM."""
         longest = max(len(prompt) + most for prompt, most in zip(prompts, max_tokens, strict=True))
         engine = {"model": self.model, "max_model_len": longest, "enable_prefix_caching": False, **self.arguments}
-        if policy != FULL:
-            engine["kv_policy"], engine["kv_policy_config"] = read_policy(policy)
+        if name is not None:
+            engine |= {"kv_policy": name, "kv_policy_config": knobs}
         job = {"engine": engine, "prompts": prompts, "max_tokens": max_tokens, "label": label, "logprobs": logprobs}
+        job["options"] = list(options)
         with tempfile.TemporaryDirectory() as scratch:
             asked, out = Path(scratch) / "job.json", Path(scratch) / "out.json"
             asked.write_text(json.dumps(job))
             command = [sys.executable, "-m", "vllm_kvplug.eval.engine_process", str(asked), str(out)]
-            if subprocess.run(command, env={**os.environ, **compat.IN_PROCESS}).returncode:
-                raise PolicyError(f"{label}: the engine failed; what it said is above")
+            status = subprocess.run(command, env={**os.environ, **compat.IN_PROCESS}).returncode
+            if status:
+                raise PolicyError(f"{label}: the engine failed with exit status {status}; what it said is above")
             return json.loads(out.read_text())
 
 
@@ -84,11 +144,13 @@ class Engines:
 class Server:
     """A running server with one policy, of which requests may ask for another budget or none.
 
-    memory: peak of vllm:kv_cache_usage_perc while the examples were answered, `at_once` at a time.
+    memory: peak of vllm:kv_cache_usage_perc while the examples were answered, `at_once` at a time. multiquery: contexts
+    are cut before their questions are seen.
     """
 
     url: str
     tokenizer: Any
+    multiquery: bool = False
     at_once: int = 8
 
     def __post_init__(self) -> None:
@@ -105,9 +167,13 @@ class Server:
     def answer(self, policy: str, examples: Sequence[Example], label: str) -> Answers:
         from tqdm import tqdm
 
-        options = request_options(policy)
+        common = request_options(policy)
+        cut = self.multiquery and policy != FULL and read_policy(policy)[0] not in WITHOUT_CONTEXT_END
 
         def ask(example: Example) -> str:
+            options = dict(common)
+            if cut:
+                options["kvplug.context_end"] = context_tokens(self.tokenizer, example.messages, example.context_end)
             reply = self._client.chat.completions.create(
                 model=self._model,
                 messages=example.messages,  # type: ignore[arg-type]
@@ -122,11 +188,17 @@ class Server:
         return Answers(texts, usage.peak)
 
 
+def is_oracle(policy: str) -> bool:
+    return policy != FULL and read_policy(policy)[0] == Oracle.name
+
+
 def request_options(policy: str) -> dict[str, Any]:
     """What a request to a server sends for a run: nothing for NAME, a budget for NAME@X, kvplug.off for full."""
     if policy == FULL:
         return {"kvplug.off": 1}
     name, knobs = read_policy(policy)
+    if name == Oracle.name:
+        raise PolicyError(f"--policies {policy}: its scores are made for engines of this machine: remove --server")
     if ":" in policy:
         raise PolicyError(f"--policies {policy}: a running server keeps its knobs; give {name} or {name}@X")
     return {"kvplug.budget": next(iter(knobs.values()))} if knobs else {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 
 def lines_in_place(output: str, answer: str) -> float:
@@ -79,13 +80,14 @@ def interval(
     names: Sequence[str], policy: Sequence[float], full: Sequence[float], draws: int = 2000
 ) -> tuple[float, float]:
     """95% paired bootstrap interval of `relative`, resampling the examples of each task."""
-    rng = random.Random(0)
-    by_task = {task: [i for i, n in enumerate(names) if n == task] for task in dict.fromkeys(names)}
-    found = []
-    for _ in range(draws):
-        drawn = [i for members in by_task.values() for i in rng.choices(members, k=len(members))]
-        found.append(relative([names[i] for i in drawn], [policy[i] for i in drawn], [full[i] for i in drawn]))
-    found = sorted(value for value in found if not math.isnan(value))
-    if not found:
+    rng, labels, scores = np.random.default_rng(0), np.array(names), np.array([policy, full], dtype=float)
+    ratios = []
+    for task in dict.fromkeys(names):
+        members = scores[:, labels == task]
+        mine, theirs = members[:, rng.integers(members.shape[1], size=(draws, members.shape[1]))].mean(-1)
+        ratios.append(np.divide(mine, theirs, out=np.full(draws, np.nan), where=theirs > 0))
+    counted = np.isfinite(ratios).sum(0)
+    found = np.sort(np.nansum(ratios, 0)[counted > 0] / counted[counted > 0])
+    if not len(found):
         return math.nan, math.nan
-    return found[int(0.025 * len(found))], found[int(0.975 * len(found))]
+    return float(found[int(0.025 * len(found))]), float(found[int(0.975 * len(found))])

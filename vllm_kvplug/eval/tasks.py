@@ -26,6 +26,14 @@ VERBS = "watched repaired crossed described ignored painted measured followed re
 JOBS = "baker pilot tailor surveyor chemist florist plumber notary welder optician botanist carpenter".split()
 COLOURS = "amber azure black coral crimson ivory jade olive orange pearl teal violet white".split()
 
+RELATIONS = [
+    (("only {v} opens the gate of {x}", "nobody enters {x} without typing {v}"), "entry code"),
+    (("letters to {x} must carry {v}", "the post office knows {x} as {v}"), "postal reference"),
+    (("{x} pays its bills from {v}", "invoices of {x} are charged to {v}"), "billing account"),
+    (("on the radio {x} answers to {v}", "pilots call {x} by saying {v}"), "call sign"),
+]
+"""How a text says what a question asks for in other words."""
+
 
 @dataclass(frozen=True)
 class Example:
@@ -112,6 +120,10 @@ class Random(random.Random):
     def name(self) -> str:
         return self.word().capitalize()
 
+    def alike(self, name: str) -> str:
+        """A name that differs from another in its last letter."""
+        return self.new(lambda: name.lower()[:-1] + self.choice("aeiou")).capitalize()
+
     def code(self) -> str:
         symbols = string.ascii_lowercase + string.digits
         return self.new(lambda: "".join(self.choices(symbols, k=3)) + "-" + str(self.randint(100, 999)))
@@ -137,6 +149,32 @@ def multineedle(rng: Random, size: int) -> Draft:
         [f"The door code of {name} is {code}." for name, code in pairs],
         rng.sentence,
         f"Give the door codes of {_listed(asked)}: one per line, in this order, and nothing else.",
+        _second(asked),
+    )
+
+
+def hardneedle(rng: Random, size: int) -> Draft:
+    """Facts told in other words than they are asked for, among others of the same place, of one whose name looks alike,
+    and of the past.
+    """
+
+    def told(name: str, relation: int, value: str, when: str = "") -> str:
+        text = when + rng.choice(RELATIONS[relation][0]).format(x=name, v=value)
+        return text[0].upper() + text[1:] + "."
+
+    facts, asked = [], []
+    for _ in range(min(1 + size, 6)):
+        name, value, relation = rng.name(), rng.code(), rng.randrange(len(RELATIONS))
+        alike = rng.alike(name)
+        other = (relation + rng.randrange(1, len(RELATIONS))) % len(RELATIONS)
+        facts += [told(name, relation, value), told(name, other, rng.code()), told(alike, relation, rng.code())]
+        facts.append(told(name, relation, rng.code(), "until last spring, "))
+        asked.append((f"the {RELATIONS[relation][1]} of {name}", value))
+    rng.shuffle(facts)
+    return Draft(
+        facts,
+        rng.sentence,
+        f"As of today, give {_listed(asked)}: one per line, in this order, and nothing else.",
         _second(asked),
     )
 
@@ -270,6 +308,7 @@ def _second(pairs: list[tuple[str, str]]) -> str:
 
 
 TASKS: dict[str, Callable[[Random, int], Draft]] = {
-    task.__name__: task for task in (text2json, multineedle, html2tsv, kv, vartrack, manyshot, drift, multiquery)
+    task.__name__: task
+    for task in (text2json, multineedle, hardneedle, html2tsv, kv, vartrack, manyshot, drift, multiquery)
 }
 SCORERS = {"text2json": scoring.json_values, "html2tsv": scoring.lines_in_any_order, "vartrack": scoring.names}

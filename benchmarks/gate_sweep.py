@@ -1,0 +1,77 @@
+"""What gates are worth at 4,096 tokens: scores over budgets of fastkvzip and thresholds of wgkv, beside baselines.
+
+    python -m benchmarks.gate_sweep MODEL --tasks tasks.py --out FILE [--tokens 4096] [--examples 100]
+        [--keys eval multiquery] [--at-once N] [--seconds S]
+
+Metrics are eval4096.RUN.rel and so on, and with questions that policies do not see before they cut,
+multiquery4096.RUN.rel.
+Runs: keep60 to keep20, fastkvzip with that percentage; tau05 to tau90, wgkv without a cap and with that threshold;
+snapkv_P, streaming_P and random_P with P percent. admit30 and admit15 are the runs of wgkv whose heads store most and
+not more than that percentage of all tokens, the window included, as a baseline of that budget does; admitted is the
+share that the gate let in of tokens that have left the window. What else rows hold, and how a call goes on with
+another's file: benchmarks/eval_tasks.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.eval_tasks import Examination, Runs, lanes_of
+from benchmarks.lanes import Row, measure
+from benchmarks.policies_table import WGKV_WINDOW, knobs_of
+
+KEPT = (0.6, 0.5, 0.4, 0.3, 0.2)
+TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+BASELINES = ("snapkv", "streaming", "random")
+BASELINES_KEEP = (0.4, 0.3, 0.15)
+ADMITTED = (0.3, 0.15)
+
+
+def percent(share: float) -> str:
+    return f"{round(100 * share):02d}"
+
+
+def runs_of(tokens: int, model: str) -> Runs:
+    runs: Runs = {f"keep{percent(kept)}": ("fastkvzip", {"ratio": kept}) for kept in KEPT}
+    runs |= {f"tau{percent(tau)}": ("wgkv", {"tau": tau}) for tau in TAUS}
+    for policy in BASELINES:
+        for kept in BASELINES_KEEP:
+            runs[f"{policy}_{percent(kept)}"] = (policy, knobs_of(policy, kept, tokens, model))
+    return runs
+
+
+def admission_metrics(rows: list[Row], metrics: dict[str, float]) -> dict[str, float]:
+    """What the gate admitted in every run of wgkv, and the runs at ADMITTED under names of their own."""
+    found: dict[str, float] = {}
+    gated = [row for row in rows if row.get("policy") == "wgkv" and "error" not in row]
+    for row in gated:
+        window = WGKV_WINDOW / row["prompt_tokens"]
+        found[f"{row['key']}.{row['run']}.admitted"] = max(row["stored_ratio"] - window, 0) / (1 - window)
+    for key in dict.fromkeys(row["key"] for row in gated):
+        for most in ADMITTED:
+            below = [row for row in gated if row["key"] == key and row["stored_ratio"] <= most]
+            if below:
+                best = max(below, key=lambda row: row["stored_ratio"])
+                old, new = f"{key}.{best['run']}.", f"{key}.admit{percent(most)}."
+                found |= {new + k.removeprefix(old): v for k, v in {**metrics, **found}.items() if k.startswith(old)}
+                found[f"{new}tau"] = best["knobs"]["tau"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    Examination.add_arguments(parser, examples=100)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--keys", nargs="+", choices=["eval", "multiquery"], default=["eval", "multiquery"])
+    parser.add_argument("--seconds", type=float, help="leave out what has not ended by then")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    runs, lanes = runs_of(args.tokens, args.model), []
+    for key in args.keys:
+        lanes += lanes_of(Examination.of(args, args.tokens, multiquery=key == "multiquery"), runs)
+    measure(lanes, args.out, args.seconds, title=f"gates{args.tokens} {args.dtype}", derive=admission_metrics)
+
+
+if __name__ == "__main__":
+    main()
