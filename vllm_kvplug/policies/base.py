@@ -51,6 +51,10 @@ class LocalWindow:
     threshold: float
     sinks: int = 0
 
+    def admits(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Which tokens with these scores, at these positions, are seen from beyond the window; broadcasts."""
+        return (scores > self.threshold) | (position < self.sinks)
+
 
 @dataclass(frozen=True)
 class PromptView:

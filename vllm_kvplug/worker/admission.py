@@ -40,7 +40,7 @@ class Admitter(Cutter):
         where = tables.locate(slots.clamp_min(0)[:, None], heads, victim[:, None].expand(-1, len(heads)))
         leaving = (position - window)[:, None]
         there = (leaving >= 0) & (slots >= 0)[:, None]  # elsewhere tables may say anything
-        keep = self._admitted(tables.scores.view(-1)[torch.where(there, where, 0)], leaving) & there
+        keep = self.local.admits(tables.scores.view(-1)[torch.where(there, where, 0)], leaving) & there
         source, target = tables.promote(slots, rows, victim, keep)
         self.pool.copy_tokens(source.flatten().clamp_min(0), target.flatten().clamp_min(0))
         flat = tables.scores.view(-1)  # its last entries are nobody's
@@ -77,7 +77,7 @@ class Admitter(Cutter):
         index = torch.where(position < start, position % window, behind + position - start)
         where = self._locate(request, index)
         leaves = position < end - window
-        keep = self._admitted(self.tables.scores.view(-1)[where], position) & leaves
+        keep = self.local.admits(self.tables.scores.view(-1)[where], position) & leaves
         place = behind - ring + new_ring + keep.cumsum(1) - 1
         target = self._locate(request, torch.where(leaves, place.clamp_min(0), position % window))
         moves = keep | ~leaves
@@ -96,6 +96,3 @@ class Admitter(Cutter):
         scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
         keep = top_shared(scores, even_parts(most, 1, scores.device)) & there
         return ring + self._compact(where, keep)
-
-    def _admitted(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return (scores > self.local.threshold) | (position < self.local.sinks)

@@ -21,7 +21,7 @@ from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
-from vllm_kvplug.worker import flash
+from vllm_kvplug.worker import flash, sparse
 from vllm_kvplug.worker.admission import Admitter
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
@@ -30,6 +30,7 @@ from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
+from vllm_kvplug.worker.sparse import SparsePlan
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 _NUMBERS = numbers()
@@ -60,8 +61,8 @@ class Runtime:
         self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
         self.decode_ring = self.policy.local.tokens if self.policy.local else self.ring_tokens
         self.sinks = self.policy.ring.sinks if self.policy.ring else 0
-        bounded = self.policy.ring is not None or self.policy.local is not None
-        self.flash = not bounded and flash.runs_here(self.geometry.dtype, self.geometry.head_dim, self.device)
+        fits = flash.runs_here(self.geometry.dtype, self.geometry.head_dim, self.device)
+        self.flash = fits and self.policy.ring is None
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
@@ -138,14 +139,12 @@ class Runtime:
         tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
         one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
-        if one_token is not None and not self.flash:
+        if self.policy.local is not None:
+            sparse.load_kernels(g, self.policy.local, self.pool.pages, tables)
+        elif one_token is not None and not self.flash:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
             where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            local, gated = self.policy.local, None
-            if local is not None:
-                chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
-                gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
         self._plan_decode(1)
         ops.decode_attention(
             torch.empty_like(query),
@@ -278,6 +277,8 @@ class Runtime:
                     self._due.append((request, length - count, length))
 
     def _plan_prefill(self, rows: Sequence[PrefillRow]) -> Any:
+        if self.policy.local is not None and rows and self.device.type == "cuda":
+            return SparsePlan.of(rows, self.geometry, self.policy.local, self.flash, self.device)
         if self.flash and rows:
             return FlashPlan.of(rows, self.geometry.kv_heads, self.device)
         described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in rows]
