@@ -3,12 +3,12 @@
     python -m benchmarks.replay MODEL --tasks tasks.py --texts corpus.jsonl ... --out FILE [--pairs 100]
         [--length 2048] [--gate FILE] [--minutes M]
 
-Every sequence is read with full attention, then behind masks of admitted tokens: those of its own gate ("own"); those of
-another sequence of the same length, which the gate chose for that one ("replayed"); and its own ones in a random order,
-head by head, so that each head admits as many ("random"). A random order mostly loses the first tokens, which models
-attend to whatever they are, so a fourth mask is random but for the first 4. Figures are mean squared distances of the
-last hidden states from those of full attention, means over sequences. Half of the sequences are prompts of the tasks'
-eval split, half texts; neighbours of a shuffled circle exchange masks. After --minutes the circle closes where it is.
+Every sequence is read with full attention, then behind masks of admitted tokens: its own gate's ("own"); those that the
+gate chose for another sequence of the same length ("replayed"); and its own ones in a random order, head by head, so
+that each head admits as many ("random"). A random order mostly loses the first tokens, which models attend to whatever
+they are, so a fourth mask is random but for the first 4. Figures are mean squared distances of the last hidden states
+from those of full attention, means over sequences. Half of the sequences are prompts of the tasks' eval split, half
+texts; neighbours of a shuffled circle exchange masks. After --minutes the circle closes where it is.
 """
 
 from __future__ import annotations
