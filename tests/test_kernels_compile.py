@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from vllm_kvplug.kernels import append, decode_attention, prefill_attention, sparse_prefill  # noqa: E402
+from vllm_kvplug.kernels import append, decode_attention, prefill_attention, sparse_prefill, write_gate  # noqa: E402
 
 INTEGERS = {
     "directory": "*i32",
@@ -27,6 +27,8 @@ INTEGERS = {
     "columns": "*i32",
     "ranks": "*i32",
     "earlier_sums": "*fp32",
+    "position": "*i64",
+    "frequencies": "*fp32",
     "threshold": "fp32",
     "free_chunks": "*i32",
     "left": "*i32",
@@ -41,7 +43,7 @@ INTEGERS = {
     "partial": "*fp32",
     "sums": "*fp32",
 }
-TENSORS = ("out", "query", "key", "value", "pool", "earlier")
+TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2")
 PAGES = {"PAGE": 16, "CHUNK": 64}
 
 
@@ -76,7 +78,10 @@ TABLES = [
 ]
 
 
-UNALIGNED = ("first_head", "earlier_first", "earlier_tokens", "column_stride", "sinks", "admitted_token_stride")
+UNALIGNED = (
+    *("first_head", "earlier_first", "earlier_tokens", "column_stride", "sinks", "admitted_token_stride"),
+    *("tokens", "out_token_stride"),
+)
 """Numbers that may be anything: the others, and pointers, are multiples of 16 where models have usual sizes."""
 
 
@@ -94,6 +99,8 @@ def compile_for_hopper(
             return "i32" if kernel is decode_attention._plan_kernel else "*i32"
         if name == "pool":
             return f"*{pages or dtype}"
+        if name == "out" and kernel is write_gate._write_gate_kernel:
+            return "*fp32"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -124,6 +131,15 @@ def test_sparse_prefill_compiles(dtype: str, dim: int, group: int) -> None:
         assert compiled.metadata.shared <= 227 * 1024
         if dtype == "bf16" and dim <= 128:
             assert "HGMMA" in compiled.asm["sass"] and "STL" not in compiled.asm["sass"]
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("dtype, dim, hidden", [("bf16", 64, 256), ("bf16", 128, 512), ("fp32", 64, 256)])
+def test_write_gate_compiles(dtype: str, dim: int, hidden: int, tokens: int) -> None:
+    constants = {"D": dim, "HALF": dim // 2, "HIDDEN": hidden, "UNITS": write_gate.UNITS, "TOKENS": tokens}
+    compiled = compile_for_hopper(write_gate._write_gate_kernel, constants, dtype, aligned=True)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert dtype == "fp32" or "MMA" in compiled.asm["sass"]
 
 
 def test_tables_compile() -> None:

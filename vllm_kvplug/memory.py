@@ -108,7 +108,7 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
     max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; 0 on the CPU, which needs none.
     """
     sizes = geometry.table_sizes(0, policy)
-    scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize)
+    scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize, cuda=plan_bytes > 0)
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     windows = recent_query_bytes if policy.shares_budget else query_window_bytes
     return Charges(

@@ -261,6 +261,36 @@ def sparse_prefill(
     run(out, query, key, value, admitted, *of_pages, plan, first_head, scale, *seen, earlier)
 
 
+def write_gate(
+    out: torch.Tensor,
+    key: torch.Tensor,
+    position: torch.Tensor,
+    frequencies: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    first_head: int,
+) -> None:
+    """WG-KV's write gate on one layer's rotated keys; `WriteGate.score` is the same in torch. CUDA only.
+
+    Matrix products take their inputs in the weights' dtype; all else is float32. A NaN in a key makes its score NaN.
+
+    Args:
+        out: float32 [tokens, H], written in place: scores from 0 to 1.
+        key: [tokens, H, D], after RoPE of whole heads, dimension i together with i + D / 2; D is even.
+        position: int64 [tokens], of the keys.
+        frequencies: float32 [D / 2], radians per position.
+        norms: [D] each, of keys before and after RoPE.
+        weights: w1 [all heads, m, 2 D], b1 and w2 [all heads, m], b2 [all heads], of the layer's heads on all ranks.
+        first_head: the keys are those of heads first_head ... first_head + H - 1.
+
+    Raises:
+        ValueError: weights, or a last dimension of keys or scores, that are not contiguous.
+    """
+    from vllm_kvplug.kernels.write_gate import write_gate as run
+
+    run(out, key, position, frequencies, norms, weights, first_head)
+
+
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:
     """Quantise N rows (HIGGS; 2604.08426): transform, divide by the norm, take each piece's nearest code vector.
 

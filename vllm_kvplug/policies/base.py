@@ -178,7 +178,7 @@ class Policy(ABC, Generic[ConfigT]):
         """Columns of what a gate for so many KV heads a layer makes of hidden states; 0 if it wants none."""
         return 0
 
-    def gate_scratch(self, heads: int, itemsize: int) -> int:
+    def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
         """Bytes a token that a gate for so many KV heads a layer takes while it scores, in a model of that itemsize."""
         return 0
 

@@ -11,6 +11,7 @@ from typing import Self
 import torch
 from pydantic import Field
 
+from vllm_kvplug import ops
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
@@ -63,8 +64,14 @@ class KeyGate:
     def score(
         self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
     ) -> torch.Tensor:
-        rotated = key.transpose(0, 1)  # [heads, tokens, d]
-        return self._gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
+        gate, rotated = self._gate, key.transpose(0, 1)  # [heads, tokens, d]
+        if not key.is_cuda:
+            return gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
+        scores = torch.empty(key.shape[:2], dtype=torch.float32, device=key.device)
+        norms = gate.norm_pre[layer], gate.norm_rope[layer]
+        weights = gate.w1[layer], gate.b1[layer], gate.w2[layer], gate.b2[layer]
+        ops.write_gate(scores, key, position, self._rotary.frequencies, norms, weights, self._heads.start)
+        return scores
 
 
 class WGKV(Policy[WGKVConfig]):
@@ -97,7 +104,11 @@ class WGKV(Policy[WGKVConfig]):
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
         rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
-        return KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
+        made = KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
+        for tokens in (1, 64):  # on CUDA, kernels compile at start-up and never inside a graph capture
+            key = torch.zeros((tokens, len(heads), self.shape.head_dim), dtype=dtype, device=device)
+            made.score(0, key, torch.zeros(tokens, dtype=torch.int64, device=device), None)
+        return made
 
-    def gate_scratch(self, heads: int, itemsize: int) -> int:
-        return heads * (8 * 4 * self.shape.head_dim + 3 * itemsize * self._hidden)
+    def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
+        return heads * 8 if cuda else heads * (8 * 4 * self.shape.head_dim + 3 * itemsize * self._hidden)
