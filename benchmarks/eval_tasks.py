@@ -39,7 +39,7 @@ RUNS: Runs = {
 }
 
 
-WITHOUT_PROMPT_END = ("streaming", "wgkv")
+WITHOUT_PROMPT_END = ("streaming", "wgkv", "wgkv+snapkv")
 """Policies that treat a context as they treat a question, and so have no option to tell one from the other."""
 
 
