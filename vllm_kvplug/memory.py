@@ -192,7 +192,7 @@ def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if policy.config.request_knob:  # a request with a larger budget may have a larger window
         served.append(policy.for_request(RequestOptions(budget=policy.config.max_request_budget)))
     tokens = max(_judged_tokens(one.cuts(g.max_tokens), g.max_tokens) for one in served)
-    scored = 0 if policy.gated else scoring_bytes(g.head_dim)
+    scored = scoring_bytes(g.head_dim) if policy.query_window else 0
     return tokens * (g.heads * JUDGED_BYTES + g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + scored))
 
 
@@ -203,5 +203,5 @@ def scoring_bytes(head_dim: int) -> int:
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:
     """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
-    uncapped = isinstance(cuts, AdmissionCuts) and cuts.share == 1
+    uncapped = isinstance(cuts, AdmissionCuts) and not cuts.bounded
     return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most

@@ -17,7 +17,7 @@ from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import WriteGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.write_gate import WriteGate
-from vllm_kvplug.plan import AdmissionCuts, Cuts, DecodeCuts
+from vllm_kvplug.plan import AdmissionCuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, LocalWindow, Policy
 from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.shape import ModelShape
@@ -94,7 +94,7 @@ class WGKV(Policy[WGKVConfig]):
         window = trained.window if config.window is None else config.window
         self.local = LocalWindow(window, trained.tau if config.tau is None else config.tau, config.sinks)
 
-    def cuts(self, prompt_len: int) -> Cuts:
+    def cuts(self, prompt_len: int) -> AdmissionCuts:
         assert self.local is not None
         decode = DecodeCuts(DECODE_EVERY, budget=0, sinks=self.local.sinks, recent=self.local.tokens)
         cap = Fraction(str(self.config.cap))

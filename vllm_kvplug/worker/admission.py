@@ -16,6 +16,7 @@ from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import AdmissionCuts, SharedPlan
 from vllm_kvplug.policies.base import LocalWindow
 from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 class Admitter(Cutter):
     """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation."""
 
-    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, local: LocalWindow):
-        super().__init__(geometry, pool, tables)
+    def __init__(
+        self, geometry: Geometry, pool: PagePool, tables: PageTables, local: LocalWindow, recent: RecentQueries
+    ):
+        super().__init__(geometry, pool, tables, recent)
         self.local = local
 
     def promote(self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> None:
@@ -55,7 +58,7 @@ class Admitter(Cutter):
         if end - start == 1 and cuts.protects(start):  # a chunk of one token, scored like an answer's
             index = torch.full((self.geometry.heads, 1), start % self.local.tokens, device=self.tables.lengths.device)
             self.tables.scores.view(-1)[self._locate(request, index)] = torch.inf
-        if end - start == 1 and cuts.share == 1:
+        if end - start == 1 and not cuts.bounded:
             return
         lengths = self.tables.lengths[request.slot].long()
         if end - start > 1:
@@ -63,7 +66,9 @@ class Admitter(Cutter):
         before, after = plan.held(prompt, end)
         cut = cuts.next(end - 1) == end
         if cut and cuts.share < 1:
-            lengths = self._limit(request, end, lengths, cuts.admitted(end, self.geometry.heads))
+            lengths = self._limit(request, end, lengths, cuts.capped(end, self.geometry.heads))
+        if cut and cuts.budget is not None:
+            lengths = self._evict(request, end, lengths, cuts.budget)
         entries = plan.row_entries(prompt, end)
         pages = self.tables.shrink(request.slot, request.row, lengths, entries, after if cut else before, end)
         self.pool.copy_pages(*pages)
@@ -89,10 +94,35 @@ class Admitter(Cutter):
         ring = min(end, self.local.tokens)
         if end == ring:
             return lengths
-        index = torch.arange(ring, end, device=lengths.device)
-        there = index < lengths[:, None]
-        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
-        first = self.tables.positions.view(-1)[where] < self.local.sinks
+        where, there, first = self._behind_ring(request, end, lengths)
         scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
         keep = top_shared(scores, even_parts(most, 1, scores.device)) & there
         return ring + self._compact(where, keep)
+
+    def _evict(self, request: LiveRequest, end: int, lengths: torch.Tensor, budget: int) -> torch.Tensor:
+        """Where heads store more than `budget` admitted tokens on average, protected ones aside, all give way by the
+        same share, until a tenth of the budget is free: what the newest queries attend to least goes. New lengths.
+        """
+        ring, heads = min(end, self.local.tokens), self.geometry.heads
+        if end - ring <= budget:  # also in the head that stores most
+            return lengths
+        where, there, first = self._behind_ring(request, end, lengths)
+        safe = there & (first | (self.tables.scores.view(-1)[where] == torch.inf))  # what a request protects
+        counts = (there & ~safe).sum(1)
+        total = counts.sum()
+        fewer = counts * (9 * budget * heads) // (10 * total).clamp_min(1)
+        kept = torch.where(total > budget * heads, fewer, counts) + safe.sum(1)
+        scores = self._scored_now(request, end, where, there.sum(1))
+        scores = scores.masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+        return ring + self._compact(where, top_shared(scores, kept) & there)
+
+    def _behind_ring(
+        self, request: LiveRequest, end: int, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What was admitted, in a rectangle [heads, tokens]: token slots, -1 where there is none; whether there is one;
+        and whether it is among the first tokens, which stay.
+        """
+        index = torch.arange(min(end, self.local.tokens), end, device=lengths.device)
+        there = index < lengths[:, None]
+        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
+        return where, there, self.tables.positions.view(-1)[where] < self.local.sinks

@@ -108,7 +108,7 @@ class Runtime:
         self.prompt_end = PromptEnd(g, self.pool, self.tables)
         local = self.policy.local
         self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
-        self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
+        self.admitter = Admitter(g, self.pool, self.tables, local, self.recent) if local else None
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
