@@ -59,10 +59,10 @@ def _write_gate_kernel(
     angle = tl.load(position + t, mask=real, other=0).to(tl.float32)[:, None]
     angle *= tl.load(frequencies + half, mask=there, other=0.0)[None, :]
     cos, sin = tl.cos(angle), tl.sin(angle)
-    pre = _normed(first * cos + second * sin, second * cos - first * sin, norm_pre, half, there, D)
-    rope = _normed(first, second, norm_rope, half, there, D)
+    x0, x1 = _normed(first * cos + second * sin, second * cos - first * sin, norm_pre, half, there, D)
+    x2, x3 = _normed(first, second, norm_rope, half, there, D)
     kind = w1.dtype.element_ty
-    x0, x1, x2, x3 = pre[0].to(kind), pre[1].to(kind), rope[0].to(kind), rope[1].to(kind)
+    x0, x1, x2, x3 = x0.to(kind), x1.to(kind), x2.to(kind), x3.to(kind)
 
     logit = tl.zeros([TOKENS], tl.float32) + tl.load(b2 + gate).to(tl.float32)
     for begin in range(0, HIDDEN, UNITS):

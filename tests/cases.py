@@ -148,8 +148,9 @@ def rkv(budget: int) -> Case:
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
     """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's.
 
-    With a `budget` among the fields, SnapKV evicts what exceeds it.
+    With a `budget` among the fields, SnapKV evicts what exceeds it; `defer` is for the engine alone.
     """
+    defer = fields.pop("defer", False)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         gate = WriteGate(*shape, 16).requires_grad_(False)
@@ -161,6 +162,7 @@ def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields:
     kind, name = (WGKVSnapKV, "wgkv+snapkv") if "budget" in fields else (WGKV, "wgkv")
     rule = kind(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
     knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
+    knobs |= {"defer": True} if defer else {}
     if isinstance(rule, WGKVSnapKV):
         knobs |= {"budget": rule.budget, "queries": rule.voters}
     return Case(f"{name}-{rule.window}-{rule.cap}", name, knobs, rule, gate=gate)

@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "odd-window": {"window": 41, "sinks": 3},
     "capped": {"cap": 0.3, "every": 64, "sinks": 2},
     "tight": {"cap": 0.05, "every": 100, "window": 16, "tau": 0.3},
+    "deferred": {"sinks": 2, "defer": True},
+    "deferred-and-capped": {"cap": 0.3, "every": 64, "window": 41, "defer": True},
     "bounded": {"budget": 40, "every": 64, "voters": 20},
     "bounded-and-capped": {"budget": 16, "cap": 0.3, "every": 2048, "sinks": 3, "window": 41, "voters": 7},
 }

@@ -13,9 +13,11 @@ pytest.importorskip("triton")
 
 from vllm_kvplug.kernels.sparse_prefill import Columns, sparse_prefill_plan  # noqa: E402
 
+from vllm_kvplug.memory import Geometry  # noqa: E402
 from vllm_kvplug.placement.pool import PagePool  # noqa: E402
 from vllm_kvplug.placement.tables import PageTables, TableSizes  # noqa: E402
 from vllm_kvplug.policies.base import LocalWindow  # noqa: E402
+from vllm_kvplug.shape import ModelShape  # noqa: E402
 from vllm_kvplug.worker.flash import FlashPlan  # noqa: E402
 from vllm_kvplug.worker.sparse import SparsePlan, sparse_attention  # noqa: E402
 from vllm_kvplug.worker.step import PrefillRow  # noqa: E402
@@ -181,6 +183,20 @@ def test_behind_flash_attention(case: Case, dtype: torch.dtype, monkeypatch: pyt
     elif dtype == torch.float32:
         pytest.skip("the library knows no float32")
     check(Batch(case, dtype), through_flash=True)
+
+
+def test_when_flash_attention_helps() -> None:
+    """Where some row has tokens behind its ring, in whole pages that hold the model's own type."""
+    shape, cpu = ModelShape(2, 2, 4, 64), torch.device("cpu")
+    exact, fp8 = (Geometry.of_rank(shape, 0, torch.bfloat16, 4, 4096, pages) for pages in (None, torch.float8_e4m3fn))
+    first, later = (PrefillRow("", 0, slice(0, 9), start, start + 9, start, False) for start in (32, 33))
+
+    def helps(rows: list[PrefillRow], geometry: Geometry = exact, window: int = 32, flash: bool = True) -> bool:
+        return SparsePlan.of(rows, geometry, LocalWindow(window, 0.5), flash, cpu).beyond is not None
+
+    assert helps([later]) and helps([first, later]) and helps([later], window=16)
+    assert not helps([first]) and not helps([later], fp8)
+    assert not helps([later], window=30) and not helps([later], flash=False)
 
 
 def test_columns() -> None:

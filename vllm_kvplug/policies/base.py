@@ -44,12 +44,14 @@ class Ring:
 class LocalWindow:
     """Heads see their last `tokens` tokens, and of older ones those that the gate scored above `threshold`.
 
-    sinks: first tokens that count as such whatever their score.
+    sinks: first tokens that count as such whatever their score. deferred: decoded tokens are scored a window at a time,
+    from the keys that are stored, before the first of them leaves it.
     """
 
     tokens: int
     threshold: float
     sinks: int = 0
+    deferred: bool = False
 
     def admits(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Which tokens with these scores, at these positions, are seen from beyond the window; broadcasts."""

@@ -48,6 +48,12 @@ class WGKVConfig(PolicyConfig):
         default=2048, ge=16, description="Prompt tokens between two looks at the cap; fewer take less memory meanwhile."
     )
 
+    defer: bool = Field(
+        default=False,
+        description="Score decoded tokens once for every `window` of them and not in each step; they are not asked for "
+        "before.",
+    )
+
     def holding(self, tokens: int) -> Self:
         return type(self)(**{**self.model_dump(exclude_unset=True), "tau": 0.0, "cap": 1.0})
 
@@ -92,7 +98,8 @@ class WGKV(Policy[WGKVConfig]):
         assert isinstance(trained, WriteGateShape)
         self._hidden = trained.hidden
         window = trained.window if config.window is None else config.window
-        self.local = LocalWindow(window, trained.tau if config.tau is None else config.tau, config.sinks)
+        tau = trained.tau if config.tau is None else config.tau
+        self.local = LocalWindow(window, tau, config.sinks, config.defer)
 
     def cuts(self, prompt_len: int) -> AdmissionCuts:
         assert self.local is not None

@@ -6,31 +6,76 @@ of position. Prompt chunks are written behind all of that and put in their place
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplug.components.allocators import even_parts, top_shared
+from vllm_kvplug.config import CONFIG_FLAG
+from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import AdmissionCuts, SharedPlan
-from vllm_kvplug.policies.base import LocalWindow
+from vllm_kvplug.policies.base import Gate, LocalWindow
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.step import PrefillRow
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
+
+
+SCORED_AT_ONCE = 16
+"""Requests whose windows a deferred gate looks at in one go: what they take fits in the workspace."""
 
 
 class Admitter(Cutter):
     """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation."""
 
     def __init__(
-        self, geometry: Geometry, pool: PagePool, tables: PageTables, local: LocalWindow, recent: RecentQueries
+        self,
+        geometry: Geometry,
+        pool: PagePool,
+        tables: PageTables,
+        local: LocalWindow,
+        gate: Gate,
+        recent: RecentQueries,
     ):
         super().__init__(geometry, pool, tables, recent)
-        self.local = local
+        self.local, self.gate = local, gate
+        if local.deferred and geometry.page_dtype != geometry.dtype:
+            raise PolicyError(f"{CONFIG_FLAG}: defer scores keys as they are stored, not with --kv-cache-dtype fp8")
+
+    def score_rings(self, requests: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Before a step, with a deferred gate: score what is in the windows of requests that come to the end of one, or
+        go on with a prompt. counts: tokens of the step; lengths: of the requests after it.
+        """
+        if not self.local.deferred:
+            return
+        due = []
+        for request, count, length in zip(requests, counts, lengths, strict=True):
+            if request.unscored and (count > 1 or (length - 1) % self.local.tokens == 0):
+                due.append(request.slot)
+            request.unscored = count == 1
+        for first in range(0, len(due), SCORED_AT_ONCE):
+            slots = torch.tensor(due[first : first + SCORED_AT_ONCE])
+            self._score_rings(slots.to(self.tables.lengths.device, non_blocking=True))
+
+    def _score_rings(self, slots: torch.Tensor) -> None:
+        """Give a score to those ring tokens of some requests, int64 [R], that have none yet: NaN."""
+        g, tables = self.geometry, self.tables
+        index = torch.arange(self.local.tokens, device=slots.device)
+        scores, position = tables.scores.view(-1), tables.positions.view(-1)
+        for layer in range(g.layers):
+            heads = torch.arange(layer * g.kv_heads, (layer + 1) * g.kv_heads, device=slots.device)[:, None]
+            there = index[:, None] < tables.lengths[slots[:, None], heads.T][:, None]  # [R, window, heads]
+            where = tables.locate(slots[:, None, None], heads.T, index[:, None])
+            where = torch.where(there, where, scores.numel() - 1).flatten(0, 1)  # the last entries are nobody's
+            key, _ = self.pool.gather(torch.where(there.flatten(0, 1), where, 0))
+            found = self.gate.score(layer, key, position[where[:, 0]].long(), None)
+            scores[where] = torch.where(scores[where].isnan(), found, scores[where])
 
     def promote(self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> None:
         """Before rows of one token, whose positions are `position`: save what each is about to overwrite, if admitted.
@@ -126,3 +171,20 @@ class Admitter(Cutter):
         there = index < lengths[:, None]
         where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
         return where, there, self.tables.positions.view(-1)[where] < self.local.sinks
+
+
+def protected_tokens(
+    requests: Sequence[LiveRequest], chunks: Sequence[PrefillRow], place: torch.Tensor
+) -> torch.Tensor | None:
+    """Which of a batch's tokens their requests protect, bool [tokens]; None if they protect none.
+
+    chunks: of the requests, in their order. place: [tokens, heads], for its size and device.
+    """
+    if not any(request.policy.options.protect for request in requests):
+        return None
+    protected = torch.zeros(len(place), dtype=torch.bool, device=place.device)
+    for request, chunk in zip(requests, chunks, strict=True):
+        of_chunk = protected[chunk.tokens]
+        for start, end in request.policy.options.protect:
+            of_chunk[max(start - chunk.start, 0) : max(end - chunk.start, 0)] = True
+    return protected
