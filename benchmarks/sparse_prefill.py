@@ -5,7 +5,8 @@
 One layer of Llama-3.1-8B: 8 KV heads, 4 query heads each, head size 128, bf16, window 256. Heads admit unlike shares,
 which differ fourfold and have the given mean. The prompt comes in chunks, as from a scheduler; every chunk is timed by
 itself, over pages of what the ones before it left. Seconds are sums over chunks, times 32 layers. `bound` is the time
-of the attended pairs at the rate that FlashAttention 3 reaches on the dense prompt.
+of the attended pairs at the rate that FlashAttention 3 reaches on the dense prompt. `gate` is what the write gate (512
+hidden units) takes on the same chunks, as one kernel and as torch's products, and `gate_decode` on 16 decoded tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from vllm_kvplug import ops
+from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.placement.tables import PageTables, TableSizes
 from vllm_kvplug.plan import ceil_div
 from vllm_kvplug.policies.base import LocalWindow
+from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.worker.sparse import SparsePlan, sparse_attention
 from vllm_kvplug.worker.step import PrefillRow
 
-LAYERS, HEADS, GROUP, DIM, WINDOW = 32, 8, 4, 128, 256
+LAYERS, HEADS, GROUP, DIM, WINDOW, HIDDEN = 32, 8, 4, 128, 256, 512
 SCALE = DIM**-0.5
 TAU = 0.5
 UNBOUNDED = 1 << 30
@@ -133,6 +137,29 @@ class Dense:
         )
 
 
+class Scores:
+    """The write gate on a prompt's chunks, of random weights."""
+
+    def __init__(self, prompt: Prompt, fused: bool):
+        self.key, self.fused = prompt.key, fused
+        self.gate = WriteGate(1, HEADS, DIM, HIDDEN).requires_grad_(False).to("cuda", torch.bfloat16)
+        self.rotary = Rotary(500_000.0 ** -torch.linspace(0, 1, DIM // 2, device="cuda"), 1.0)
+
+    def begin(self, start: int, end: int) -> None:
+        self.position = torch.arange(start, end, device="cuda")
+
+    def attend(self, start: int, end: int) -> torch.Tensor:
+        gate, key = self.gate, self.key[start:end]
+        if not self.fused:
+            rotated = key.transpose(0, 1)
+            return gate.score(0, self.rotary.unrotate(rotated, self.position), rotated).T
+        scores = torch.empty(key.shape[:2], device="cuda")
+        weights = gate.w1[0], gate.b1[0], gate.w2[0], gate.b2[0]
+        norms = gate.norm_pre[0], gate.norm_rope[0]
+        ops.write_gate(scores, key, self.position, self.rotary.frequencies, norms, weights, 0)
+        return scores
+
+
 def expected(prompt: Prompt, position: torch.Tensor) -> torch.Tensor:
     """Attention of the queries at some positions behind the gate, in float32: [positions, query heads, D]."""
     before = torch.arange(prompt.tokens, device="cuda")
@@ -161,7 +188,13 @@ def milliseconds(attend: Callable[[int, int], torch.Tensor], start: int, end: in
 
 def measure(prompt: Prompt, chunk: int, repeats: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Seconds of all layers by way of computing, and times of every chunk."""
-    ways = {"sparse": Gated(prompt, True), "sparse_without_fa3": Gated(prompt, False), "dense": Dense(prompt)}
+    ways: dict[str, Any] = {
+        "sparse": Gated(prompt, True),
+        "sparse_without_fa3": Gated(prompt, False),
+        "dense": Dense(prompt),
+        "gate": Scores(prompt, True),
+        "gate_in_torch": Scores(prompt, False),
+    }
     seconds, rows = dict.fromkeys(ways, 0.0), []
     for start in range(0, prompt.tokens, chunk):
         end = min(start + chunk, prompt.tokens)
@@ -171,7 +204,7 @@ def measure(prompt: Prompt, chunk: int, repeats: int) -> tuple[dict[str, float],
             way.begin(start, end)
             row[f"{name}_ms"] = round(milliseconds(way.attend, start, end, repeats), 3)
             seconds[name] += row[f"{name}_ms"] * LAYERS / 1000
-            if name != "dense":
+            if name.startswith("sparse"):
                 error = way.attend(start, end)[sample - start].float() - expected(prompt, sample)
                 row[f"{name}_error"] = float(error.abs().max())
         rows.append(row)
@@ -190,6 +223,10 @@ def main() -> None:
     prompt = Prompt(args.tokens, args.admitted)
     share = prompt.pairs(dense=False) / prompt.pairs(dense=True)
     metrics, rows = {"sparse_prefill.admitted": prompt.admitted.float().mean().item()}, []
+    for name, fused in (("gate_decode", True), ("gate_decode_in_torch", False)):
+        scores = Scores(prompt, fused)
+        scores.begin(0, 16)
+        metrics[f"sparse_prefill.{name}_us"] = 1000 * milliseconds(scores.attend, 0, 16, 50)
     for chunk in args.chunks:
         seconds, more = measure(prompt, chunk, args.repeats)
         rows += more
