@@ -32,6 +32,8 @@ GATED_COMPRESSED = [
     ("knorm", {"ratio": 0.5, "cut_every": 256}),
     ("fastkvzip", {"ratio": 0.5, "cut_every": 256, "window": 64, "decode_budget": 256}),
     ("wgkv", {"tau": 0.5, "window": 64, "cap": 0.4, "cut_every": 256}),
+    ("wgkv", {"tau": 0.5, "window": 64, "defer": True}),
+    ("wgkv+snapkv", {"tau": 0.5, "window": 64, "budget": 64, "cut_every": 256}),
 ]
 Generated = dict[str, list[tuple[list[int], list[float]]]]
 
@@ -48,10 +50,11 @@ def generate(llm: Any, sets: dict[str, list[tuple[list[int], int]]]) -> Generate
 
 
 def with_gate(model: str, policy: str, knobs: dict[str, Any]) -> dict[str, Any]:
-    if policy not in ("wgkv", "fastkvzip"):
+    kind = policy.partition("+")[0]
+    if kind not in ("wgkv", "fastkvzip"):
         return knobs
-    path = Path(tempfile.gettempdir()) / f"random-{policy}.safetensors"
-    return {**knobs, "gate": str(random_gate(Path(model), path, policy))}
+    path = Path(tempfile.gettempdir()) / f"random-{kind}.safetensors"
+    return {**knobs, "gate": str(random_gate(Path(model), path, kind))}
 
 
 def _margins(output: Any) -> list[float]:

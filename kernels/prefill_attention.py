@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -40,16 +39,12 @@ def _prefill_attention_kernel(
     directory,
     chunks,
     lengths,
-    positions,
-    scores,
-    chunk_scores,
     blocks,
     rows,
     first_head,
     scale,
     sinks,
     window,
-    threshold,
     out_token_stride,
     out_head_stride,
     query_token_stride,
@@ -62,7 +57,6 @@ def _prefill_attention_kernel(
     directory_head_stride,
     chunk_stride,
     lengths_stride,
-    chunk_scores_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -70,12 +64,8 @@ def _prefill_attention_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     RING: tl.constexpr,
-    GATED: tl.constexpr,
 ):
-    """A block of queries of one row and one query head.
-
-    RING: bounded by sinks and window. GATED: beyond sinks and window only what scored above the threshold is seen.
-    """
+    """A block of queries of one row and one query head. RING: bounded by sinks and window."""
     block, query_head = tl.program_id(0), tl.program_id(1)
     kv_head = query_head // GROUP
     row, first = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
@@ -113,11 +103,6 @@ def _prefill_attention_kernel(
             turned = start - 1 - (start - 1 - index) % window
             key_pos = tl.where(index < sinks, index, turned)
             seen &= (key_pos[None, :] < sinks) | (query_pos[:, None] - key_pos[None, :] < window)
-        if GATED:
-            key_pos = tl.load(positions + page * PAGE + index % PAGE, mask=kept, other=0)
-            score = tl.load(scores + page * PAGE + index % PAGE, mask=kept, other=0.0)
-            admitted = (score > threshold) | (key_pos < sinks)
-            seen &= admitted[None, :] | (query_pos[:, None] - key_pos[None, :] < window)
         peak, total, acc = _update(q, k, v, seen, scale, peak, total, acc)
 
     for begin in range(0, tl.minimum(first + QUERIES, tokens), KEYS):
@@ -131,12 +116,6 @@ def _prefill_attention_kernel(
         seen = (distance >= 0) & present[None, :]
         if RING:
             seen &= (start + index[None, :] < sinks) | (distance < window)
-        if GATED:
-            score = tl.load(
-                chunk_scores + (batch_start + index) * chunk_scores_stride + kv_head, mask=present, other=0.0
-            )
-            admitted = (score > threshold) | (start + index < sinks)
-            seen &= admitted[None, :] | (distance < window)
         peak, total, acc = _update(q, k, v, seen, scale, peak, total, acc)
 
     out_at = out + at[:, None] * out_token_stride + query_head * out_head_stride + d[None, :]
@@ -144,29 +123,18 @@ def _prefill_attention_kernel(
     tl.store(out_at, result.to(out.dtype.element_ty), mask=real[:, None])
 
 
-@dataclass(frozen=True)
-class Admission:
-    """What queries see beyond their window: tokens that scored above the threshold.
-
-    positions int32 and scores float32 [pages, 16], of stored tokens; chunk_scores float32 [tokens, KV heads].
-    """
-
-    window: int
-    sinks: int
-    threshold: float
-    positions: torch.Tensor
-    scores: torch.Tensor
-    chunk_scores: torch.Tensor
-
-
 class PrefillPlan:
     """The prompt rows of a batch: which program attends for which queries. Made once per step, for all layers.
 
     rows: (slot, first token in the batch, tokens, position of the first token, tokens stored before) of each.
+    queries: of a program.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int, int, int, int]], device: torch.device):
-        blocks = [(i, first) for i, row in enumerate(rows) for first in range(0, row[2], QUERY_BLOCK)]
+    def __init__(
+        self, rows: Sequence[tuple[int, int, int, int, int]], device: torch.device, queries: int = QUERY_BLOCK
+    ):
+        blocks = [(i, first) for i, row in enumerate(rows) for first in range(0, row[2], queries)]
+        blocks.reverse()  # a chunk's last queries see the most: what takes longest starts first
         both = torch.tensor([n for row in [*rows, *blocks] for n in row], dtype=torch.int32)
         if device.type == "cuda":
             both = both.pin_memory().to(device, non_blocking=True)
@@ -187,24 +155,18 @@ def prefill_attention(
     first_head: int,
     scale: float,
     ring: tuple[int, int] | None,
-    admission: Admission | None = None,
 ) -> None:
     """Attention of the planned rows' queries over what their heads store and, causally, over their own chunk.
 
     out, query [tokens, query heads, D]; key, value [tokens, KV heads, D]; pool, directory, chunks and lengths as for
     `decode_attention`, with the chunk's own tokens counted. Those of a ring lie in its order.
-    ring: (sinks, window) that bound what a query sees, or None; admission: what bounds it otherwise. Only the planned
-    rows of `out` are written. Weights are rounded to the dtype of `value`, as in other flash
-    attention kernels; sums are float32.
+    ring: (sinks, window) that bound what a query sees, or None. Only the planned rows of `out` are written. Weights are
+    rounded to the dtype of `value`, as in other flash attention kernels; sums are float32.
     """
     dim, kv_heads = query.shape[2], key.shape[1]
     if any(t.stride(2) != 1 for t in (out, query, key, value)):
         raise ValueError("prefill_attention: the last dimension of its tensors must be contiguous")
     sinks, window = ring or (0, NO_WINDOW)
-    gated = (lengths, lengths, lengths)  # never read
-    if admission is not None:
-        sinks, window = admission.sinks, admission.window
-        gated = (admission.positions, admission.scores, admission.chunk_scores)
     _prefill_attention_kernel[(plan.programs, query.shape[1])](
         out,
         query,
@@ -214,14 +176,12 @@ def prefill_attention(
         directory,
         chunks,
         lengths,
-        *gated,
         plan.blocks,
         plan.rows,
         first_head,
         scale,
         sinks,
         window,
-        admission.threshold if admission else 0.0,
         out.stride(0),
         out.stride(1),
         query.stride(0),
@@ -234,7 +194,6 @@ def prefill_attention(
         directory.stride(1),
         chunks.stride(0),
         lengths.stride(0),
-        gated[2].stride(0),
         GROUP=query.shape[1] // kv_heads,
         D=dim,
         QUERIES=QUERY_BLOCK,
@@ -242,5 +201,4 @@ def prefill_attention(
         PAGE=PAGE_TOKENS,
         CHUNK=CHUNK_PAGES,
         RING=ring is not None,
-        GATED=admission is not None,
     )

@@ -11,7 +11,7 @@ import torch
 from engine_tools import KV_HEADS, LAYERS
 from reference import Full, HeteroCache, RandomKeep, Rule, SnapKV, Streaming
 from reference_baselines import Duo, ExpectedAttention
-from reference_gated import WGKV, FastKVzip, Knorm
+from reference_gated import WGKV, FastKVzip, Knorm, WGKVSnapKV
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -146,7 +146,11 @@ def rkv(budget: int) -> Case:
 
 
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
-    """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's."""
+    """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's.
+
+    With a `budget` among the fields, SnapKV evicts what exceeds it; `defer` is for the engine alone.
+    """
+    defer = fields.pop("defer", False)
     with torch.random.fork_rng():
         torch.manual_seed(3)
         gate = WriteGate(*shape, 16).requires_grad_(False)
@@ -155,6 +159,10 @@ def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields:
     gate.w1.copy_(gate.w1.bfloat16())  # as files hold it
     weights = load_file(model / "model.safetensors")
     keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(shape[0])]
-    rule = WGKV(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
+    kind, name = (WGKVSnapKV, "wgkv+snapkv") if "budget" in fields else (WGKV, "wgkv")
+    rule = kind(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
     knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
-    return Case(f"wgkv-{rule.window}-{rule.cap}", "wgkv", knobs, rule, gate=gate)
+    knobs |= {"defer": True} if defer else {}
+    if isinstance(rule, WGKVSnapKV):
+        knobs |= {"budget": rule.budget, "queries": rule.voters}
+    return Case(f"{name}-{rule.window}-{rule.cap}", name, knobs, rule, gate=gate)

@@ -33,7 +33,7 @@ class Layer:
 
     queries [Hq, n, d], those of the latest forward pass; keys, values [H, T, d]; both after RoPE.
     keep [H, T] bool: the token is still stored for that head. scale: softmax scale. gate [H, T]: what the rule
-    scored each token when it came in.
+    scored each token when it came in. all_queries [Hq, T, d].
     """
 
     queries: torch.Tensor
@@ -42,6 +42,7 @@ class Layer:
     keep: torch.Tensor
     scale: float
     gate: torch.Tensor
+    all_queries: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Rule:
@@ -318,9 +319,10 @@ class State:
         heads, new = key.shape[:2]
         stored = torch.ones(heads, new, dtype=torch.bool)
         if index == len(self.layers):
-            self.layers.append(Layer(query, key[:, :0], value[:, :0], stored[:, :0], scale, torch.zeros(heads, 0)))
+            nothing = key[:, :0], value[:, :0], stored[:, :0], scale, torch.zeros(heads, 0), query[:, :0]
+            self.layers.append(Layer(query, *nothing))
         layer = self.layers[index]
-        layer.queries = query
+        layer.queries, layer.all_queries = query, torch.cat([layer.all_queries, query], 1)
         before = layer.keys.shape[1]
         if new == 1:  # written before it attends
             key, value = self.stored(key), self.stored(value)

@@ -208,6 +208,7 @@ class WGKV(Rule):
     cap: float = 1.0
     every: int = 2048
     ranks: int = 1
+    protect: tuple[tuple[int, int], ...] = ()
 
     def lets_through(self, layer: Layer, query_pos: torch.Tensor, key_pos: torch.Tensor) -> torch.Tensor:
         distance = query_pos[:, None] - key_pos
@@ -257,6 +258,44 @@ class WGKV(Rule):
 
     def watch(self, layers: list[Layer], tokens: int) -> Watcher:
         return Capped(self, layers)
+
+
+@dataclass(frozen=True)
+class WGKVSnapKV(WGKV):
+    """As WGKV; at its cuts heads with more than `budget` admitted tokens on average each drop a share of theirs.
+
+    The share leaves nine tenths of the budget. The tokens that stay are those that the last `voters` queries attend to:
+    softmax over what is stored behind the window, maximum over the group, mean over queries, the best of 5 neighbours.
+    """
+
+    budget: int = 4096
+    voters: int = 32
+
+    def cut(self, layers: list[Layer], before: int, length: int, tokens: int) -> None:
+        super().cut(layers, before, length, tokens)
+        old, heads = length - self.window, layers[0].keep.shape[0]
+        if old <= 0:
+            return
+        pinned = [t for t in range(old) if t < self.sinks or self.safe(torch.tensor([t]))[0]]
+        for rank in range(self.ranks):
+            pairs = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
+            stored = {(i, h): layers[i].keep[h, :old].nonzero().flatten().tolist() for i, h in pairs}
+            free = {pair: [t for t in found if t not in pinned] for pair, found in stored.items()}
+            total, most = sum(map(len, free.values())), self.budget * len(pairs)
+            if total <= most:
+                continue
+            for i, h in pairs:
+                votes = self.votes(layers[i], h, stored[i, h], length)
+                best = sorted(free[i, h], key=lambda t: -votes[stored[i, h].index(t)])
+                for t in best[len(best) * 9 * most // (10 * total) :]:
+                    layers[i].keep[h, t] = False
+
+    def votes(self, layer: Layer, head: int, stored: list[int], length: int) -> list[float]:
+        group = len(layer.all_queries) // len(layer.keep)
+        queries = layer.all_queries[head * group : (head + 1) * group, length - self.voters : length].float()
+        attention = (queries @ layer.keys[head, stored].float().T * layer.scale).softmax(-1)  # [G, voters, stored]
+        seen = attention.max(0).values.mean(0)
+        return [seen[max(i - 2, 0) : i + 3].max().item() for i in range(len(stored))]
 
 
 class Capped(Watcher):

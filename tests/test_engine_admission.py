@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
     "odd-window": {"window": 41, "sinks": 3},
     "capped": {"cap": 0.3, "every": 64, "sinks": 2},
     "tight": {"cap": 0.05, "every": 100, "window": 16, "tau": 0.3},
+    "deferred": {"sinks": 2, "defer": True},
+    "deferred-and-capped": {"cap": 0.3, "every": 64, "window": 41, "defer": True},
+    "bounded": {"budget": 40, "every": 64, "voters": 20},
+    "bounded-and-capped": {"budget": 16, "cap": 0.3, "every": 2048, "sinks": 3, "window": 41, "voters": 7},
 }
 
 
@@ -93,11 +97,6 @@ def test_steps_equal_reference(name: str, chunk: int, tiny_model_dir: Path, repl
     assert 0.05 < share < 0.9, f"the gate lets {share:.2f} through: it decides nothing"
 
 
-@dataclass(frozen=True)
-class Protecting(WGKV):
-    protect: tuple[tuple[int, int], ...] = ()
-
-
 # Across a page and the window, up to the end, and a last token that is a chunk of its own.
 PROTECTED = [(300, ((3, 40), (120, 121))), (511, ((200, 511),)), (257, ((230, 257),))]
 
@@ -105,7 +104,7 @@ PROTECTED = [(300, ((3, 40), (120, 121))), (511, ((200, 511),)), (257, ((230, 25
 @pytest.mark.parametrize("name", CASES)
 def test_protected_ranges(name: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
     case = wgkv(tiny_model_dir, **CASES[name])
-    rules = [Protecting(**vars(case.rule), protect=ranges) for _, ranges in PROTECTED]
+    rules = [replace(case.rule, protect=ranges) for _, ranges in PROTECTED]
     asks = []
     for i, (n, ranges) in enumerate(PROTECTED):
         extra = {"kvplug.protect": [list(one) for one in ranges]}
@@ -124,8 +123,10 @@ def test_everything_admitted_is_stock(tiny_model_dir: Path, tmp_path: Path) -> N
     prompts = [token_ids(n) for n in LENGTHS]
     with tiny_engine(tiny_model_dir) as llm:
         stock = greedy(llm, prompts, 60)
-    with tiny_engine(tiny_model_dir, **wgkv(tiny_model_dir, tau=0.0).arguments(tiny_model_dir, tmp_path)) as llm:
-        assert greedy(llm, prompts, 60) == stock
+    for fields in ({}, {"budget": 700, "every": 64}):
+        case = wgkv(tiny_model_dir, tau=0.0, **fields)
+        with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+            assert greedy(llm, prompts, 60) == stock
 
 
 def test_nothing_admitted_is_a_sliding_window(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -154,9 +155,24 @@ def test_blocks_follow_the_cap(tiny_model_dir: Path, reference: Reference, tmp_p
     assert max(held) <= bound < 0.4 * 1500 / 16
 
 
+def test_blocks_follow_the_budget(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """An answer may be as long as it likes."""
+    case = wgkv(tiny_model_dir, tau=0.0, budget=50, every=64)
+    held: list[int] = []
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        manager = scheduler(llm)._head_pages
+
+        def look() -> None:
+            held.extend(sum(not b.is_null for b in row) for row in manager.req_to_blocks.values())
+
+        (answer,) = serve(llm, [Ask(token_ids(300), 500)], look)
+    assert answer.tokens == reference.replay(token_ids(300), case.rule, 500).tokens
+    assert max(held) <= (32 + 50 + 128) / 16 + 2 < 0.5 * 800 / 16
+
+
 def test_preempted_requests(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
     """Where no cap intervenes they continue with the tokens of an undisturbed run; with one, as the reference does."""
-    for fields, pool in (({}, 90), ({"cap": 0.3, "every": 100}, 50)):
+    for fields, pool in (({}, 90), ({"cap": 0.3, "every": 100}, 50), ({"budget": 40, "every": 64}, 36)):
         case = wgkv(tiny_model_dir, **fields)
         limits = {"num_gpu_blocks_override": pool, "max_model_len": 768}
         with tiny_engine(tiny_model_dir, **limits, **case.arguments(tiny_model_dir, tmp_path)) as llm:

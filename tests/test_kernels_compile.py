@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
-from vllm_kvplug.kernels import append, decode_attention, fetches, pivot_scores, prefill_attention  # noqa: E402
+from vllm_kvplug.kernels import (  # noqa: E402
+    append,
+    decode_attention,
+    fetches,
+    pivot_scores,
+    prefill_attention,
+    sparse_prefill,
+    write_gate,
+)
 
 INTEGERS = {
     "directory": "*i32",
@@ -21,8 +30,13 @@ INTEGERS = {
     "split_log2": "*i32",
     "blocks": "*i32",
     "positions": "*i32",
-    "chunk_scores": "*fp32",
     "scores": "*fp32",
+    "admitted": "*i1",
+    "columns": "*i32",
+    "ranks": "*i32",
+    "earlier_sums": "*fp32",
+    "position": "*i64",
+    "frequencies": "*fp32",
     "threshold": "fp32",
     "free_chunks": "*i32",
     "left": "*i32",
@@ -40,7 +54,7 @@ INTEGERS = {
     "partial": "*fp32",
     "sums": "*fp32",
 }
-TENSORS = ("out", "query", "key", "value", "pool")
+TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2")
 PAGES = {"PAGE": 16, "CHUNK": 64}
 
 
@@ -53,11 +67,19 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
         *(
             (
                 prefill_attention._prefill_attention_kernel,
-                {**shape, "QUERIES": 64, "KEYS": keys, "RING": ring, "GATED": not ring, **PAGES},
+                {**shape, "QUERIES": 64, "KEYS": keys, "RING": ring, **PAGES},
             )
             for ring in (True, False)
         ),
         (pivot_scores._logits_kernel, {"QUERIES": 24, "QUERIES_PAD": 32, "D": dim, "KEYS": keys, **PAGES}),
+    ]
+
+
+def sparse(dtype: str, dim: int, group: int) -> list[tuple[Any, dict[str, Any]]]:
+    queries, rows, keys = sparse_prefill.tile(group, dim, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    constants = {"GROUP": group, "D": dim, "QUERIES": queries, "TILE": rows, "KEYS": keys, **PAGES}
+    return [
+        (sparse_prefill._sparse_prefill_kernel, {**constants, "CONTINUES": continues}) for continues in (True, False)
     ]
 
 
@@ -70,26 +92,40 @@ TABLES = [
 ]
 
 
-def compile_for_hopper(kernel: Any, constants: dict[str, Any], dtype: str, pages: str | None = None) -> Any:
+UNALIGNED = (
+    *("first_head", "earlier_first", "earlier_tokens", "column_stride", "sinks", "admitted_token_stride"),
+    *("tokens", "out_token_stride"),
+)
+"""Numbers that may be anything: the others, and pointers, are multiples of 16 where models have usual sizes."""
+
+
+def compile_for_hopper(
+    kernel: Any, constants: dict[str, Any], dtype: str, pages: str | None = None, aligned: bool = False, warps: int = 4
+) -> Any:
+    """aligned: as Triton compiles a kernel for the arguments that it usually gets."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if (
-            name == "rows" and kernel is not fetches._fetches_kernel
-        ):  # block tables here, a description of prompt rows or a count there
-            return "i32" if kernel is decode_attention._plan_kernel else "*i32"
         if kernel is fetches._fetches_kernel and name in ("positions", "target", "rows", "rank", "columns"):
             return "*i64"
+        if name == "rows":  # block tables here, a description of prompt rows or a count there
+            return "i32" if kernel is decode_attention._plan_kernel else "*i32"
         if name == "pool":
             return f"*{pages or dtype}"
+        if name == "out" and kernel is write_gate._write_gate_kernel:
+            return "*fp32"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    loose = {*constants, *UNALIGNED} | {name for name in signature if signature[name] == "fp32"}
+    attributes = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if aligned and name not in loose
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
 @pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp16", 256), ("fp32", 32)])
@@ -101,6 +137,25 @@ def test_attention_compiles(dtype: str, dim: int) -> None:
 def test_attention_over_e4m3_compiles() -> None:
     for kernel, constants in attention("bf16", 128):
         assert compile_for_hopper(kernel, constants, "bf16", pages="fp8e4nv").asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype, dim, group", [("bf16", 64, 3), ("bf16", 128, 4), ("bf16", 256, 8), ("fp32", 64, 3)])
+def test_sparse_prefill_compiles(dtype: str, dim: int, group: int) -> None:
+    """For tensor cores, and with nothing spilled to memory, where the shape is a usual one."""
+    for kernel, constants in sparse(dtype, dim, group):
+        compiled = compile_for_hopper(kernel, constants, dtype, aligned=True, warps=sparse_prefill.WARPS)
+        assert compiled.metadata.shared <= 227 * 1024
+        if dtype == "bf16" and dim <= 128:
+            assert "HGMMA" in compiled.asm["sass"] and "STL" not in compiled.asm["sass"]
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("dtype, dim, hidden", [("bf16", 64, 256), ("bf16", 128, 512), ("fp32", 64, 256)])
+def test_write_gate_compiles(dtype: str, dim: int, hidden: int, tokens: int) -> None:
+    constants = {"D": dim, "HALF": dim // 2, "HIDDEN": hidden, "UNITS": write_gate.UNITS, "TOKENS": tokens}
+    compiled = compile_for_hopper(write_gate._write_gate_kernel, constants, dtype, aligned=True)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert dtype == "fp32" or "MMA" in compiled.asm["sass"]
 
 
 def test_tables_compile() -> None:

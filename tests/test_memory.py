@@ -19,6 +19,7 @@ from vllm_kvplug.kernels.hopper import HopperPlan
 
 from vllm_kvplug import memory
 from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.components.scorers import stored_votes
 from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.memory import Charges, Geometry
@@ -164,7 +165,7 @@ def test_cuts_take_no_more_than_is_charged(cuts: Cuts, head_dim: int, monkeypatc
     shape = replace(SHAPE, head_dim=head_dim)
     geometry = Geometry.of_rank(shape, 0, torch.float32, max_requests=1, max_tokens=2048)
     config = SimpleNamespace(request_knob=None)
-    policy = SimpleNamespace(cuts=lambda n: cuts, shares_budget=True, gated=True, config=config)
+    policy = SimpleNamespace(cuts=lambda n: cuts, shares_budget=True, gated=True, query_window=0, config=config)
     request, most = Request(cuts, geometry), 0
     for length in SharedPlan(shape, lambda n: cuts).cuts(cuts.prefill_end, 0, 2048):
         request.come_to(length, torch.rand(geometry.heads, length - request.length))
@@ -189,7 +190,7 @@ def test_gates_take_no_more_than_is_charged(kind: str, dtype: torch.dtype, tmp_p
     projected = torch.randn(tokens, policy.gate_columns(heads), dtype=dtype)
     with torch.inference_mode(), PeakMemory() as peak:
         gate.score(1, key, torch.arange(tokens), projected)
-    charged = tokens * policy.gate_scratch(heads, dtype.itemsize)
+    charged = tokens * policy.gate_scratch(heads, dtype.itemsize, cuda=False)
     assert 0.3 * charged <= peak.most <= charged
 
 
@@ -203,6 +204,17 @@ def test_scoring_at_cuts_takes_no_more_than_is_charged(dtype: torch.dtype):
         policy.score(view)
     charged = tokens * SHAPE.kv_heads * memory.scoring_bytes(SHAPE.head_dim)
     assert 0.4 * charged <= peak.most <= charged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_votes_take_no_more_than_is_charged(dtype: torch.dtype):
+    """The charge is that of a policy that also compares keys with each other."""
+    tokens = 1500
+    queries = torch.randn(32, SHAPE.query_heads, SHAPE.head_dim, dtype=dtype)
+    keys = torch.randn(SHAPE.kv_heads, tokens, SHAPE.head_dim, dtype=dtype)
+    with torch.inference_mode(), PeakMemory() as peak:
+        stored_votes(queries, keys, torch.full((SHAPE.kv_heads,), tokens - 3), 1.0, 5)
+    assert 0 < peak.most <= tokens * SHAPE.kv_heads * memory.scoring_bytes(SHAPE.head_dim)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5, 0.99])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from kernel_tools import DEVICE, INTERPRETED, run_interpreted, runs_kernel, starts_interpreter
+from slow_flash import slow_flash
 
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
@@ -23,7 +22,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @dataclass(frozen=True)
 class Case:
     """rows: tokens before the chunk and in it, of every request. ring: (sinks, window). cut: head n of a layer has
-    lost the last n * cut of its tokens before the chunk. gated: (window, sinks, threshold) of scores in [0, 1).
+    lost the last n * cut of its tokens before the chunk.
     """
 
     name: str
@@ -33,7 +32,6 @@ class Case:
     dim: int = 32
     ring: tuple[int, int] | None = None
     cut: int = 0
-    gated: tuple[int, int, float] | None = None
 
 
 CASES = [
@@ -44,9 +42,6 @@ CASES = [
     Case("wide", ((40, 30),), heads=1, group=2, dim=128),
     Case("ring", ((0, 90), (20, 50), (200, 70), (31, 3)), ring=(4, 28)),
     Case("heads-of-unlike-length", ((0, 9), (50, 70), (33, 1), (1100, 40)), heads=3, group=2, cut=16),
-    Case("gated", ((0, 90), (70, 50), (200, 70), (31, 1)), gated=(24, 0, 0.7)),
-    Case("gated-heads-of-unlike-length", ((0, 9), (150, 70)), heads=3, cut=16, gated=(40, 5, 0.4)),
-    Case("window-of-one", ((40, 20),), gated=(1, 0, 0.9)),
     Case("ring-without-sinks", ((100, 40),), ring=(0, 16)),
 ]
 
@@ -64,11 +59,10 @@ class Batch:
         limit = UNBOUNDED if case.ring is None else sum(case.ring)
         sinks = case.ring[0] if case.ring else 0
         blocks = [-(-(before + tokens) // 16) for before, tokens in case.rows]
-        sizes = TableSizes(len(case.rows), 2 * case.heads, 2048, sum(blocks) + 1, scored=True)
+        sizes = TableSizes(len(case.rows), 2 * case.heads, 2048, sum(blocks) + 1)
         self.tables = PageTables(sizes, DEVICE)
         pages = torch.full(((sum(blocks) + 1) * 2 * case.heads, 16, 2 * case.dim), NAN, dtype=dtype, device=DEVICE)
         self.pool = PagePool(pages)
-        self.scores: list[torch.Tensor] = []
         self.kv, ids = [], (torch.randperm(sum(blocks), generator=generator) + 1).tolist()
         for slot, (before, tokens) in enumerate(case.rows):
             kv = torch.randn(before + tokens, case.heads, 2 * case.dim, generator=generator).to(DEVICE, dtype)
@@ -78,10 +72,6 @@ class Batch:
                 where = self.tables.extend(slot, row, 0, before, sinks, limit)[:, self.first_head :]
                 live = where >= 0
                 self.pool.put(where[live], kv[:before][live])
-            scores = torch.rand(before + tokens, case.heads, generator=generator).to(DEVICE)
-            self.scores.append(scores)
-            if before:
-                self.tables.set_scores(where, scores[:before])
             self.tables.extend(slot, row, before, before + tokens, sinks, limit)  # the chunk itself is not written yet
             if before:
                 self.tables.lengths[slot, self.first_head :] -= case.cut * torch.arange(case.heads, device=DEVICE)
@@ -90,14 +80,12 @@ class Batch:
             torch.full((total, n, case.dim), NAN, dtype=dtype, device=DEVICE)
             for n in (case.heads * case.group, case.heads, case.heads)
         )
-        self.chunk_scores = torch.full((total, case.heads), NAN, device=DEVICE)
         self.plan_rows, at = [], 3
         for slot, (before, tokens) in enumerate(case.rows):
             self.query[at : at + tokens] = torch.randn(
                 tokens, case.heads * case.group, case.dim, generator=generator
             ).to(DEVICE, dtype)
             self.key[at : at + tokens], self.value[at : at + tokens] = self.kv[slot][before:].chunk(2, -1)
-            self.chunk_scores[at : at + tokens] = self.scores[slot][before:]
             self.plan_rows.append((slot, at, tokens, before, min(before, limit)))
             at += tokens
         self.out = torch.full_like(self.query, NAN)
@@ -109,11 +97,8 @@ class Batch:
             self.kv[slot][:before] = self.kv[slot][:before].to(FP8).to(self.kv[slot].dtype)
 
     def run(self) -> torch.Tensor:
-        from vllm_kvplug.kernels.prefill_attention import Admission, PrefillPlan, prefill_attention
+        from vllm_kvplug.kernels.prefill_attention import PrefillPlan, prefill_attention
 
-        gated = None
-        if self.case.gated:
-            gated = Admission(*self.case.gated, self.tables.positions, self.tables.scores, self.chunk_scores)
         plan = PrefillPlan(self.plan_rows, torch.device(DEVICE))
         prefill_attention(
             self.out,
@@ -128,7 +113,6 @@ class Batch:
             self.first_head,
             self.scale,
             self.case.ring,
-            gated,
         )
         return self.out
 
@@ -156,10 +140,6 @@ class Batch:
             for head in range(self.query.shape[1]):
                 lost = head // self.case.group * self.case.cut if before else 0
                 there = seen & ~((position >= before - lost) & (position < before))
-                if self.case.gated:
-                    window, sinks, threshold = self.case.gated
-                    score = self.scores[slot][:, head // self.case.group].cpu()
-                    there &= (distance < window) | (score > threshold) | (position < sinks)
                 k, v = keys[:, head // self.case.group], values[:, head // self.case.group]
                 scores = self.query[at : at + tokens, head].float().cpu() @ k.T * self.scale
                 expected[at : at + tokens, head] = scores.masked_fill(~there, -torch.inf).softmax(-1) @ v
@@ -175,31 +155,6 @@ def test_prefill_attention(case: Case, dtype: torch.dtype) -> None:
     batch = Batch(case, dtype)
     actual = batch.run().float().cpu()
     torch.testing.assert_close(actual, batch.reference(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
-
-
-def slow_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor, **given: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What flash_attn_varlen_func says it computes, sequence by sequence."""
-    if query.dtype == FP8:
-        of_sequence = given["q_descale"][:, 0].repeat_interleave(cu_seqlens_q.diff())
-        query, key, value = query.float() * of_sequence[:, None, None], key.float(), value.float()
-    out, lse = torch.zeros_like(query), torch.full((query.shape[1], len(query)), -torch.inf)
-    for i, (first, last) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
-        if given["causal"]:
-            k, v = key[first:last], value[first:last]
-        else:
-            pages, used = given["block_table"][i].long(), int(given["seqused_k"][i])
-            k, v = (x[pages].flatten(0, 1)[:used] for x in (key, value))
-        group = query.shape[1] // key.shape[-2]
-        for head in range(query.shape[1]):
-            scores = query[first:last, head] @ k[:, head // group].T * given["softmax_scale"]
-            if given["causal"]:
-                scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-            if len(k):
-                out[first:last, head] = scores.softmax(-1) @ v[:, head // group]
-                lse[head, first:last] = scores.logsumexp(-1)
-    return out, lse
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
@@ -219,7 +174,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel of ours")
-@pytest.mark.parametrize("case", [c for c in CASES if not (c.ring or c.gated)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.ring], ids=lambda case: case.name)
 def test_through_flash_attention(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with the library itself; here, what is asked of it."""
     dtype = stand_in(monkeypatch)
@@ -229,7 +184,7 @@ def test_through_flash_attention(case: Case, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is no kernel of ours")
-@pytest.mark.parametrize("case", [c for c in CASES if not (c.ring or c.gated)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.ring], ids=lambda case: case.name)
 def test_through_flash_attention_over_e4m3(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library wants queries in e4m3 as well, three bits of mantissa; on a GPU it also rounds weights."""
     dtype = stand_in(monkeypatch)

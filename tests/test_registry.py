@@ -153,6 +153,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "rkv": [{}, {"decode_budget": 16, "importance": 1}, {"importance": 0}],
         "oracle": [{"scores": folder}, {"scores": folder, "ratio": 0.001, "window": 0}, {"scores": folder, "ratio": 1}],
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
+        "wgkv+snapkv": [{"gate": write}, {"gate": write, "budget": 16, "queries": 1, "window": 1, "kernel": 1}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
         "streaming": [{}, {"sinks": 0, "window": 1}],
@@ -203,7 +204,7 @@ def check_cuts(policy: Policy[Any]) -> None:
             left = max(n - cuts.window, 0)
             safe = min(policy.config.sinks, left)
             most = safe * heads + int(Fraction(str(policy.config.cap)) * (left - safe) * heads)
-            assert cuts.admitted(n, heads) == most
+            assert cuts.capped(n, heads) == most
             continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
         if not policy.gated:
@@ -275,6 +276,22 @@ def test_snapkv_keeps_its_window(budget: int):
     for chosen in top_tokens(scores, [budget, budget]):
         recent = min(budget, 8)
         assert chosen[-recent:].tolist() == list(range(60 - recent, 60))
+
+
+def test_voters_must_fit_in_the_window(tmp_path: Path):
+    """So that at every cut that finds something to evict, the request has so many queries."""
+    (knobs, _) = knobs_of(tmp_path, SHAPE)["wgkv+snapkv"]
+    message = error_of(lambda: make_policy("wgkv+snapkv", {**knobs, "window": 8, "queries": 9}, SHAPE))
+    assert "queries (9)" in message and "window (8)" in message
+
+
+@pytest.mark.parametrize("budget, cap, most", [(100, 1, 6 * 105), (100, 0.01, 6 * 5 + 92), (10_000, 0.5, 6 * 5 + 4617)])
+def test_a_budget_bounds_what_is_stored_behind_windows(tmp_path: Path, budget: int, cap: float, most: int):
+    """In 6 heads, of 1,800 tokens: 256 are in the window, 5 protected."""
+    (knobs, _) = knobs_of(tmp_path, SHAPE)["wgkv+snapkv"]
+    cuts = make_policy("wgkv+snapkv", {**knobs, "budget": budget, "cap": cap, "sinks": 5}, SHAPE).cuts(1800)
+    assert cuts.stored(1800, 6 * 1800, 6) == 6 * 256 + most
+    assert cuts.stored(1800, 17, 6) == 17
 
 
 def test_a_policy_without_knobs_of_its_own():

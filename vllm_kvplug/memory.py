@@ -115,7 +115,7 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
     max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; 0 on the CPU, which needs none.
     """
     sizes = geometry.table_sizes(0, policy)
-    scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize)
+    scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize, cuda=plan_bytes > 0)
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     windows = recent_query_bytes if policy.shares_budget else query_window_bytes
     return Charges(
@@ -225,7 +225,7 @@ def judging_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if policy.config.request_knob:  # a request with a larger budget may have a larger window
         served.append(policy.for_request(RequestOptions(budget=policy.config.max_request_budget)))
     tokens = max(_judged_tokens(one.cuts(g.max_tokens), g.max_tokens) for one in served)
-    scored = 0 if policy.gated else scoring_bytes(g.head_dim)
+    scored = scoring_bytes(g.head_dim) if policy.query_window else 0
     return tokens * (g.heads * JUDGED_BYTES + g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + scored))
 
 
@@ -236,5 +236,5 @@ def scoring_bytes(head_dim: int) -> int:
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:
     """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
-    uncapped = isinstance(cuts, AdmissionCuts) and cuts.share == 1
+    uncapped = isinstance(cuts, AdmissionCuts) and not cuts.bounded
     return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most

@@ -216,7 +216,6 @@ def prefill_attention(
     first_head: int,
     scale: float,
     ring: tuple[int, int] | None,
-    admission: tuple[Any, ...] | None = None,
 ) -> None:
     """Attention of prompt chunks over what their heads store and, causally, over themselves. CUDA only.
 
@@ -227,18 +226,100 @@ def prefill_attention(
         plan: the `prefill_plan` of the rows.
         first_head: the layer's heads are first_head ... first_head + H - 1.
         ring: (sinks, window) that bound what a query sees, and in whose order heads store tokens; or None.
-        admission: (window, sinks, threshold, positions, scores, chunk_scores) where a query sees beyond its window only
-            tokens that scored above the threshold: positions int32 and scores float32 [pages, 16] of stored tokens,
-            chunk_scores float32 [tokens, H]; or None.
 
     Raises:
         ValueError: a last dimension that is not contiguous.
     """
-    from vllm_kvplug.kernels.prefill_attention import Admission
     from vllm_kvplug.kernels.prefill_attention import prefill_attention as run
 
-    seen = Admission(*admission) if admission else None
-    run(out, query, key, value, pool, directory, chunks, lengths, plan, first_head, scale, ring, seen)
+    run(out, query, key, value, pool, directory, chunks, lengths, plan, first_head, scale, ring)
+
+
+def sparse_prefill_plan(
+    rows: Sequence[tuple[int, int, int, int, int]], group: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A plan for `sparse_prefill`; rows as for `prefill_plan`, group: query heads a KV head, dtype: of queries."""
+    from vllm_kvplug.kernels.sparse_prefill import sparse_prefill_plan as plan
+
+    return plan(rows, group, dim, dtype, device)
+
+
+def sparse_prefill(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    admitted: torch.Tensor,
+    pool: torch.Tensor,
+    directory: torch.Tensor,
+    chunks: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor,
+    scores: torch.Tensor,
+    plan: Any,
+    first_head: int,
+    scale: float,
+    window: int,
+    sinks: int,
+    threshold: float,
+    earlier: tuple[torch.Tensor, torch.Tensor, int] | None = None,
+) -> None:
+    """Attention of prompt chunks where a query sees, beyond its window, only tokens that a gate admitted. CUDA only.
+
+    Weights are rounded to the dtype of `value`, as in other flash attention kernels; sums are float32.
+
+    Args:
+        out, query: [tokens, Hq, D]; only the planned rows of `out` are written.
+        key, value: [tokens, H, D], of the same tokens.
+        admitted: bool [tokens, H], whether the new tokens are seen from beyond the window.
+        pool, directory, chunks, lengths: as in `decode_attention`; the chunks' own tokens are counted.
+        positions, scores: int32 and float32 [pages, 16], of stored tokens. What scored above `threshold`, or is among
+            the `sinks` first, counts as admitted.
+        plan: the `sparse_prefill_plan` of the rows.
+        first_head: the layer's heads are first_head ... first_head + H - 1.
+        window: a query at position p sees those from p - window + 1 on.
+        earlier: what was already attended to of all that heads store behind their first `window` tokens: outputs
+            [H * n, Hq / H, D] of the n tokens from a first one on, KV heads outermost, logarithms of sums of
+            exponentials, float32 [Hq / H, H * n], both contiguous, and that first token. None: nothing was.
+
+    Raises:
+        ValueError: a last dimension that is not contiguous.
+    """
+    from vllm_kvplug.kernels.sparse_prefill import sparse_prefill as run
+
+    of_pages = pool, directory, chunks, lengths, positions, scores
+    seen = window, sinks, threshold
+    run(out, query, key, value, admitted, *of_pages, plan, first_head, scale, *seen, earlier)
+
+
+def write_gate(
+    out: torch.Tensor,
+    key: torch.Tensor,
+    position: torch.Tensor,
+    frequencies: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    first_head: int,
+) -> None:
+    """WG-KV's write gate on one layer's rotated keys; `WriteGate.score` is the same in torch. CUDA only.
+
+    Matrix products take their inputs in the weights' dtype; all else is float32. A NaN in a key makes its score NaN.
+
+    Args:
+        out: float32 [tokens, H], written in place: scores from 0 to 1.
+        key: [tokens, H, D], after RoPE of whole heads, dimension i together with i + D / 2; D is even.
+        position: int64 [tokens], of the keys.
+        frequencies: float32 [D / 2], radians per position.
+        norms: [D] each, of keys before and after RoPE.
+        weights: w1 [all heads, m, 2 D], b1 and w2 [all heads, m], b2 [all heads], of the layer's heads on all ranks.
+        first_head: the keys are those of heads first_head ... first_head + H - 1.
+
+    Raises:
+        ValueError: weights, or a last dimension of keys or scores, that are not contiguous.
+    """
+    from vllm_kvplug.kernels.write_gate import write_gate as run
+
+    run(out, key, position, frequencies, norms, weights, first_head)
 
 
 def higgs_encode(codes: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, grid: torch.Tensor) -> None:

@@ -256,17 +256,30 @@ class AdmissionCuts(Cuts):
     """Of a request whose heads store what a gate lets through, behind a local window of `window` tokens.
 
     What is stored after a cut is an upper bound: of the tokens that have left the window, heads together keep at most
-    `share`, beside those that are protected.
+    `share`, and at most `budget` each on average if that is given, beside those that are protected.
     """
 
-    def stored(self, cut: int, before: int, heads: int) -> int:
-        return min(before, min(cut, self.window) * heads + self.admitted(cut, heads))
+    budget: int | None = None
 
-    def admitted(self, cut: int, heads: int) -> int:
-        """Most tokens that `heads` heads together store beside their windows, after a cut."""
-        left = max(cut - self.window, 0)
-        safe = self._protected(0, left)
+    def stored(self, cut: int, before: int, heads: int) -> int:
+        most = self.capped(cut, heads)
+        if self.budget is not None:
+            most = min(most, (self._safe(cut) + self.budget) * heads)
+        return min(before, min(cut, self.window) * heads + most)
+
+    def capped(self, cut: int, heads: int) -> int:
+        """Most tokens that the cap leaves `heads` heads together beside their windows, after a cut."""
+        left, safe = max(cut - self.window, 0), self._safe(cut)
         return safe * heads + int(self.share * (left - safe) * heads)
+
+    def _safe(self, cut: int) -> int:
+        """How many tokens that have left the window are protected."""
+        return self._protected(0, max(cut - self.window, 0))
+
+    @property
+    def bounded(self) -> bool:
+        """Whether cuts ever drop anything."""
+        return self.share < 1 or self.budget is not None
 
 
 @dataclass

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvplug.components.scorers import prompt_attention, smooth
+from vllm_kvplug.components.scorers import prompt_attention, smooth, stored_votes
 
 
 def naive_attention(queries: np.ndarray, keys: np.ndarray, scale: float) -> np.ndarray:
@@ -76,3 +76,24 @@ def test_smooth(kernel: int, shape: tuple[int, ...]):
 
 def test_smooth_divides_by_the_kernel_at_the_edges_too():
     torch.testing.assert_close(smooth(torch.ones(4), 3), torch.tensor([2 / 3, 1.0, 1.0, 2 / 3]))
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+@pytest.mark.parametrize("counts", [(9, 9), (1, 7), (4, 0)])
+def test_stored_votes(counts: tuple[int, int], kernel: int) -> None:
+    """Head by head, query by query; what a head does not have is NaN, and a head without any has no votes."""
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = torch.randn(6, 4, 8, generator=generator), torch.randn(2, 9, 8, generator=generator)
+    for head, count in enumerate(counts):
+        keys[head, count:] = torch.nan
+    votes = stored_votes(queries, keys, torch.tensor(counts), 0.7, kernel)
+    assert votes.shape == (2, 9)
+    for head, count in enumerate(counts):
+        if count == 0:
+            continue
+        votes_of = torch.zeros(count)
+        for query in queries[:, 2 * head : 2 * head + 2]:
+            attention = [(0.7 * keys[head, :count] @ one).softmax(0) for one in query]
+            votes_of += torch.maximum(*attention) / 6
+        pooled = [votes_of[max(i - kernel // 2, 0) : i + kernel // 2 + 1].max() for i in range(count)]
+        torch.testing.assert_close(votes[head, :count], torch.stack(pooled))

@@ -217,8 +217,8 @@ class PageTables:
         trash = self.positions.numel() - PAGE
         self.positions.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = position.int()
 
-    def set_scores(self, token_slots: torch.Tensor, scores: torch.Tensor) -> None:
-        """Record the scores, float32, of the tokens at `token_slots` (-1: none)."""
+    def set_scores(self, token_slots: torch.Tensor, scores: torch.Tensor | float) -> None:
+        """Record the scores, float32 or one for all, of the tokens at `token_slots` (-1: none)."""
         trash = self.scores.numel() - PAGE
         self.scores.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = scores
 

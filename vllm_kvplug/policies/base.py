@@ -44,12 +44,18 @@ class Ring:
 class LocalWindow:
     """Heads see their last `tokens` tokens, and of older ones those that the gate scored above `threshold`.
 
-    sinks: first tokens that count as such whatever their score.
+    sinks: first tokens that count as such whatever their score. deferred: decoded tokens are scored a window at a time,
+    from the keys that are stored, before the first of them leaves it.
     """
 
     tokens: int
     threshold: float
     sinks: int = 0
+    deferred: bool = False
+
+    def admits(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Which tokens with these scores, at these positions, are seen from beyond the window; broadcasts."""
+        return (scores > self.threshold) | (position < self.sinks)
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ class PromptView:
         first; window is the policy's `query_window`, or the whole prompt where that is shorter.
     keys: [KV heads of the rank, tokens, head_dim], after RoPE, of what each head stores, in order.
     layer: index of the layer. heads: global index of each KV head of the rank. scale: softmax scale.
-    values: as keys.
+    values: as keys. counts: int64 [KV heads of the rank], how many of `tokens` each head has where they are unlike:
+    what lies behind these is nobody's, and may be NaN. None: all of them.
     """
 
     queries: torch.Tensor
@@ -69,6 +76,7 @@ class PromptView:
     heads: range
     scale: float
     values: torch.Tensor
+    counts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,9 @@ class Policy(ABC, Generic[ConfigT]):
     as it comes in, and its heads share one budget: the tokens that the gate scored highest stay, whichever heads they
     are of. One that overrides `cuts` and `score` has all that is stored scored anew at the cuts of the answer; its
     other cuts drop nothing. With a `local` window as well as a gate (admission) the gate's threshold decides what is
-    seen and stored beyond it, and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a
-    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload).
+    seen and stored beyond it, and the cuts only cap that; if it overrides `score` too, that chooses within a
+    budget (admission and eviction). Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that
+    were cut get other prompt tokens back from the host later (offload).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -174,7 +183,7 @@ class Policy(ABC, Generic[ConfigT]):
         """Columns of what a gate for so many KV heads a layer makes of hidden states; 0 if it wants none."""
         return 0
 
-    def gate_scratch(self, heads: int, itemsize: int) -> int:
+    def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
         """Bytes a token that a gate for so many KV heads a layer takes while it scores, in a model of that itemsize."""
         return 0
 

@@ -103,6 +103,6 @@ class FastKVzip(Policy[FastKVzipConfig]):
         group = self.shape.query_heads // self.shape.kv_heads
         return heads * (group + 1) * self._dim
 
-    def gate_scratch(self, heads: int, itemsize: int) -> int:
+    def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
         group = self.shape.query_heads // self.shape.kv_heads
         return 4 * (4 * self.gate_columns(heads) + 2 * heads * group * self._sinks)

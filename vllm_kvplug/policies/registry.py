@@ -28,7 +28,9 @@ BUILT_IN = {
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
+    "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
 }
+"""A name with a + is a policy whose slots are filled by two: one for admission, one for eviction."""
 
 
 def policy_names() -> list[str]:

@@ -11,12 +11,13 @@ from typing import Self
 import torch
 from pydantic import Field
 
+from vllm_kvplug import ops
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import WriteGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.write_gate import WriteGate
-from vllm_kvplug.plan import AdmissionCuts, Cuts, DecodeCuts
+from vllm_kvplug.plan import AdmissionCuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, LocalWindow, Policy
 from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.shape import ModelShape
@@ -47,6 +48,12 @@ class WGKVConfig(PolicyConfig):
         default=2048, ge=16, description="Prompt tokens between two looks at the cap; fewer take less memory meanwhile."
     )
 
+    defer: bool = Field(
+        default=False,
+        description="Score decoded tokens once for every `window` of them and not in each step; they are not asked for "
+        "before.",
+    )
+
     def holding(self, tokens: int) -> Self:
         return type(self)(**{**self.model_dump(exclude_unset=True), "tau": 0.0, "cap": 1.0})
 
@@ -63,8 +70,14 @@ class KeyGate:
     def score(
         self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
     ) -> torch.Tensor:
-        rotated = key.transpose(0, 1)  # [heads, tokens, d]
-        return self._gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
+        gate, rotated = self._gate, key.transpose(0, 1)  # [heads, tokens, d]
+        if not key.is_cuda:
+            return gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
+        scores = torch.empty(key.shape[:2], dtype=torch.float32, device=key.device)
+        norms = gate.norm_pre[layer], gate.norm_rope[layer]
+        weights = gate.w1[layer], gate.b1[layer], gate.w2[layer], gate.b2[layer]
+        ops.write_gate(scores, key, position, self._rotary.frequencies, norms, weights, self._heads.start)
+        return scores
 
 
 class WGKV(Policy[WGKVConfig]):
@@ -85,9 +98,10 @@ class WGKV(Policy[WGKVConfig]):
         assert isinstance(trained, WriteGateShape)
         self._hidden = trained.hidden
         window = trained.window if config.window is None else config.window
-        self.local = LocalWindow(window, trained.tau if config.tau is None else config.tau, config.sinks)
+        tau = trained.tau if config.tau is None else config.tau
+        self.local = LocalWindow(window, tau, config.sinks, config.defer)
 
-    def cuts(self, prompt_len: int) -> Cuts:
+    def cuts(self, prompt_len: int) -> AdmissionCuts:
         assert self.local is not None
         decode = DecodeCuts(DECODE_EVERY, budget=0, sinks=self.local.sinks, recent=self.local.tokens)
         cap = Fraction(str(self.config.cap))
@@ -97,7 +111,11 @@ class WGKV(Policy[WGKVConfig]):
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("wgkv", self.path, ProfiledModel.of_shape(self.shape))
         rotary = Rotary(torch.tensor(self.shape.rotary, device=device), 1.0)
-        return KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
+        made = KeyGate(gate.to(device, dtype), rotary, slice(heads.start, heads.stop))
+        for tokens in (1, 64):  # on CUDA, kernels compile at start-up and never inside a graph capture
+            key = torch.zeros((tokens, len(heads), self.shape.head_dim), dtype=dtype, device=device)
+            made.score(0, key, torch.zeros(tokens, dtype=torch.int64, device=device), None)
+        return made
 
-    def gate_scratch(self, heads: int, itemsize: int) -> int:
-        return heads * (8 * 4 * self.shape.head_dim + 3 * itemsize * self._hidden)
+    def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
+        return heads * 8 if cuda else heads * (8 * 4 * self.shape.head_dim + 3 * itemsize * self._hidden)

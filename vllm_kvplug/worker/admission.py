@@ -6,28 +6,76 @@ of position. Prompt chunks are written behind all of that and put in their place
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplug.components.allocators import even_parts, top_shared
+from vllm_kvplug.config import CONFIG_FLAG
+from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import AdmissionCuts, SharedPlan
-from vllm_kvplug.policies.base import LocalWindow
+from vllm_kvplug.policies.base import Gate, LocalWindow
 from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.step import PrefillRow
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
 
 
+SCORED_AT_ONCE = 16
+"""Requests whose windows a deferred gate looks at in one go: what they take fits in the workspace."""
+
+
 class Admitter(Cutter):
     """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation."""
 
-    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, local: LocalWindow):
-        super().__init__(geometry, pool, tables)
-        self.local = local
+    def __init__(
+        self,
+        geometry: Geometry,
+        pool: PagePool,
+        tables: PageTables,
+        local: LocalWindow,
+        gate: Gate,
+        recent: RecentQueries,
+    ):
+        super().__init__(geometry, pool, tables, recent)
+        self.local, self.gate = local, gate
+        if local.deferred and geometry.page_dtype != geometry.dtype:
+            raise PolicyError(f"{CONFIG_FLAG}: defer scores keys as they are stored, not with --kv-cache-dtype fp8")
+
+    def score_rings(self, requests: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Before a step, with a deferred gate: score what is in the windows of requests that come to the end of one, or
+        go on with a prompt. counts: tokens of the step; lengths: of the requests after it.
+        """
+        if not self.local.deferred:
+            return
+        due = []
+        for request, count, length in zip(requests, counts, lengths, strict=True):
+            if request.unscored and (count > 1 or (length - 1) % self.local.tokens == 0):
+                due.append(request.slot)
+            request.unscored = count == 1
+        for first in range(0, len(due), SCORED_AT_ONCE):
+            slots = torch.tensor(due[first : first + SCORED_AT_ONCE])
+            self._score_rings(slots.to(self.tables.lengths.device, non_blocking=True))
+
+    def _score_rings(self, slots: torch.Tensor) -> None:
+        """Give a score to those ring tokens of some requests, int64 [R], that have none yet: NaN."""
+        g, tables = self.geometry, self.tables
+        index = torch.arange(self.local.tokens, device=slots.device)
+        scores, position = tables.scores.view(-1), tables.positions.view(-1)
+        for layer in range(g.layers):
+            heads = torch.arange(layer * g.kv_heads, (layer + 1) * g.kv_heads, device=slots.device)[:, None]
+            there = index[:, None] < tables.lengths[slots[:, None], heads.T][:, None]  # [R, window, heads]
+            where = tables.locate(slots[:, None, None], heads.T, index[:, None])
+            where = torch.where(there, where, scores.numel() - 1).flatten(0, 1)  # the last entries are nobody's
+            key, _ = self.pool.gather(torch.where(there.flatten(0, 1), where, 0))
+            found = self.gate.score(layer, key, position[where[:, 0]].long(), None)
+            scores[where] = torch.where(scores[where].isnan(), found, scores[where])
 
     def promote(self, slots: torch.Tensor, rows: torch.Tensor, position: torch.Tensor) -> None:
         """Before rows of one token, whose positions are `position`: save what each is about to overwrite, if admitted.
@@ -40,7 +88,7 @@ class Admitter(Cutter):
         where = tables.locate(slots.clamp_min(0)[:, None], heads, victim[:, None].expand(-1, len(heads)))
         leaving = (position - window)[:, None]
         there = (leaving >= 0) & (slots >= 0)[:, None]  # elsewhere tables may say anything
-        keep = self._admitted(tables.scores.view(-1)[torch.where(there, where, 0)], leaving) & there
+        keep = self.local.admits(tables.scores.view(-1)[torch.where(there, where, 0)], leaving) & there
         source, target = tables.promote(slots, rows, victim, keep)
         self.pool.copy_tokens(source.flatten().clamp_min(0), target.flatten().clamp_min(0))
         flat = tables.scores.view(-1)  # its last entries are nobody's
@@ -55,7 +103,7 @@ class Admitter(Cutter):
         if end - start == 1 and cuts.protects(start):  # a chunk of one token, scored like an answer's
             index = torch.full((self.geometry.heads, 1), start % self.local.tokens, device=self.tables.lengths.device)
             self.tables.scores.view(-1)[self._locate(request, index)] = torch.inf
-        if end - start == 1 and cuts.share == 1:
+        if end - start == 1 and not cuts.bounded:
             return
         lengths = self.tables.lengths[request.slot].long()
         if end - start > 1:
@@ -63,7 +111,9 @@ class Admitter(Cutter):
         before, after = plan.held(prompt, end)
         cut = cuts.next(end - 1) == end
         if cut and cuts.share < 1:
-            lengths = self._limit(request, end, lengths, cuts.admitted(end, self.geometry.heads))
+            lengths = self._limit(request, end, lengths, cuts.capped(end, self.geometry.heads))
+        if cut and cuts.budget is not None:
+            lengths = self._evict(request, end, lengths, cuts.budget)
         entries = plan.row_entries(prompt, end)
         pages = self.tables.shrink(request.slot, request.row, lengths, entries, after if cut else before, end)
         self.pool.copy_pages(*pages)
@@ -77,7 +127,7 @@ class Admitter(Cutter):
         index = torch.where(position < start, position % window, behind + position - start)
         where = self._locate(request, index)
         leaves = position < end - window
-        keep = self._admitted(self.tables.scores.view(-1)[where], position) & leaves
+        keep = self.local.admits(self.tables.scores.view(-1)[where], position) & leaves
         place = behind - ring + new_ring + keep.cumsum(1) - 1
         target = self._locate(request, torch.where(leaves, place.clamp_min(0), position % window))
         moves = keep | ~leaves
@@ -89,13 +139,52 @@ class Admitter(Cutter):
         ring = min(end, self.local.tokens)
         if end == ring:
             return lengths
-        index = torch.arange(ring, end, device=lengths.device)
-        there = index < lengths[:, None]
-        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
-        first = self.tables.positions.view(-1)[where] < self.local.sinks
+        where, there, first = self._behind_ring(request, end, lengths)
         scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
         keep = top_shared(scores, even_parts(most, 1, scores.device)) & there
         return ring + self._compact(where, keep)
 
-    def _admitted(self, scores: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return (scores > self.local.threshold) | (position < self.local.sinks)
+    def _evict(self, request: LiveRequest, end: int, lengths: torch.Tensor, budget: int) -> torch.Tensor:
+        """Where heads store more than `budget` admitted tokens on average, protected ones aside, all give way by the
+        same share, until a tenth of the budget is free: what the newest queries attend to least goes. New lengths.
+        """
+        ring, heads = min(end, self.local.tokens), self.geometry.heads
+        if end - ring <= budget:  # also in the head that stores most
+            return lengths
+        where, there, first = self._behind_ring(request, end, lengths)
+        safe = there & (first | (self.tables.scores.view(-1)[where] == torch.inf))  # what a request protects
+        counts = (there & ~safe).sum(1)
+        total = counts.sum()
+        fewer = counts * (9 * budget * heads) // (10 * total).clamp_min(1)
+        kept = torch.where(total > budget * heads, fewer, counts) + safe.sum(1)
+        scores = self._scored_now(request, end, where, there.sum(1))
+        scores = scores.masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+        return ring + self._compact(where, top_shared(scores, kept) & there)
+
+    def _behind_ring(
+        self, request: LiveRequest, end: int, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What was admitted, in a rectangle [heads, tokens]: token slots, -1 where there is none; whether there is one;
+        and whether it is among the first tokens, which stay.
+        """
+        index = torch.arange(min(end, self.local.tokens), end, device=lengths.device)
+        there = index < lengths[:, None]
+        where = torch.where(there, self._locate(request, torch.minimum(index, lengths[:, None] - 1)), -1)
+        return where, there, self.tables.positions.view(-1)[where] < self.local.sinks
+
+
+def protected_tokens(
+    requests: Sequence[LiveRequest], chunks: Sequence[PrefillRow], place: torch.Tensor
+) -> torch.Tensor | None:
+    """Which of a batch's tokens their requests protect, bool [tokens]; None if they protect none.
+
+    chunks: of the requests, in their order. place: [tokens, heads], for its size and device.
+    """
+    if not any(request.policy.options.protect for request in requests):
+        return None
+    protected = torch.zeros(len(place), dtype=torch.bool, device=place.device)
+    for request, chunk in zip(requests, chunks, strict=True):
+        of_chunk = protected[chunk.tokens]
+        for start, end in request.policy.options.protect:
+            of_chunk[max(start - chunk.start, 0) : max(end - chunk.start, 0)] = True
+    return protected

@@ -21,6 +21,7 @@ from vllm_kvplug.shape import PAGE
 from vllm_kvplug.worker.attention import Gated, chunk_attention
 from vllm_kvplug.worker.flash import FlashPlan, flash_attention
 from vllm_kvplug.worker.runtime import Runtime
+from vllm_kvplug.worker.sparse import SparsePlan, sparse_attention
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 
@@ -167,13 +168,16 @@ class HeadPageImpl(AttentionImpl):
             pages = runtime.pool.pages
             flash_attention(output, query, key, value, pages, runtime.tables, step.prefill_plan, first, self.scale)
             return
+        if isinstance(step.prefill_plan, SparsePlan):
+            local, pages = runtime.policy.local, runtime.pool.pages
+            assert local is not None and scores is not None
+            new = output, query, key, value, local.admits(scores, step.position[:, None])
+            sparse_attention(*new, pages, runtime.tables, step.prefill_plan, first, self.scale, local)
+            return
         if step.prefill_plan is not None:
             tables, bounds = runtime.tables, (ring.sinks, ring.window) if ring else None
             where = (runtime.pool.pages, tables.directory, tables.chunks, tables.lengths, step.prefill_plan)
-            local, admission = runtime.policy.local, None
-            if local is not None:
-                admission = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, scores)
-            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds, admission)
+            ops.prefill_attention(output, query, key, value, *where, first, self.scale, bounds)
             return
         for row in step.prefill:
             chunk = row.tokens
@@ -190,8 +194,8 @@ class HeadPageImpl(AttentionImpl):
         if local is None:
             return None
         before = tables.positions.view(-1)[slots].long()
-        stored = (tables.scores.view(-1)[slots] > local.threshold) | (before < local.sinks)
-        return Gated(local.tokens, before, stored, (scores.T > local.threshold) | (position < local.sinks))
+        stored = local.admits(tables.scores.view(-1)[slots], before)
+        return Gated(local.tokens, before, stored, local.admits(scores.T, position))
 
     def _stored(self, row: PrefillRow, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Token slots of a layer's heads before this step [KV heads, most], and how many tokens each head has."""

@@ -23,7 +23,7 @@ LOWEST = torch.finfo(torch.float32).min
 class Cutter:
     """Judges a request's tokens by their scores, and gives pages back. No host synchronisation.
 
-    recent: the queries that score stored tokens, of policies without a gate.
+    recent: the queries that score stored tokens, of policies that have them scored anew.
     """
 
     def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, recent: RecentQueries | None = None):
@@ -98,13 +98,19 @@ class Cutter:
         """Finite whatever the gate said: nothing ties with what must stay or is not there. NaN is lowest. A copy."""
         return self.tables.scores.view(-1)[stored].nan_to_num_(nan=LOWEST)
 
-    def _scored_now(self, request: LiveRequest, cut: int, stored: torch.Tensor) -> torch.Tensor:
-        """As `_scores`, by the policy and the request's newest queries; no token slot is -1."""
+    def _scored_now(
+        self, request: LiveRequest, cut: int, stored: torch.Tensor, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As `_scores`, by the policy and the request's newest queries.
+
+        counts: int64 [heads], how many tokens each head has, the slots behind these being -1. None: no slot is -1.
+        """
         assert self.recent is not None
         g, scores = self.geometry, []
         for layer, slots in enumerate(stored.split(g.kv_heads)):
-            queries, (keys, values) = self.recent.of(request.slot, layer, cut), self.pool.gather(slots)
-            view = PromptView(queries, keys, layer, g.head_range, g.scale, values)
+            queries, (keys, values) = self.recent.of(request.slot, layer, cut), self.pool.gather(slots.clamp_min(0))
+            of_layer = None if counts is None else counts[layer * g.kv_heads : (layer + 1) * g.kv_heads]
+            view = PromptView(queries, keys, layer, g.head_range, g.scale, values, of_layer)
             scores.append(request.policy.score(view).nan_to_num_(nan=LOWEST))
         return torch.cat(scores)
 

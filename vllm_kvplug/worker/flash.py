@@ -96,33 +96,51 @@ def flash_attention(
     if not plan.before:
         out.copy_(own)
         return
-    tokens, kv_heads, dim = key.shape
-    keys, values = pages.unsqueeze(2).split(dim, -1)
-    block_table, stored = _stored(tables, plan, first_head, kv_heads)
-    folded, scale_of_query = query.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(0, 1), None
-    if pages.dtype == torch.float8_e4m3fn:  # the library wants queries of the type of pages
-        factor = folded.abs().amax().float().clamp_min(1e-12) / MOST_E4M3
-        folded = (folded / factor).to(pages.dtype)
-        scale_of_query = factor.expand(len(plan.folded) - 1, 1)
-    earlier, earlier_lse = _attend(
-        folded,
-        keys,
-        values,
-        cu_seqlens_q=plan.folded,
-        max_seqlen_q=plan.longest,
-        max_seqlen_k=plan.before,
-        seqused_k=stored,
-        block_table=block_table,
-        softmax_scale=scale,
-        causal=False,
-        q_descale=scale_of_query,
-    )
+    tokens, kv_heads = key.shape[:2]
+    earlier, earlier_lse = stored_attention(query, pages, tables, plan, first_head, kv_heads, scale)
     earlier = earlier.to(query.dtype)
     earlier = earlier.unflatten(0, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(1, 2)  # [tokens, Hq, D]
     earlier_lse = (
         earlier_lse.unflatten(1, (kv_heads, tokens)).transpose(0, 1).contiguous().flatten(0, 1)
     )  # [Hq, tokens]
     merge_attn_states(out, earlier, earlier_lse, own, own_lse)
+
+
+def stored_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    tables: PageTables,
+    plan: FlashPlan,
+    first_head: int,
+    kv_heads: int,
+    scale: float,
+    skip: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the planned rows over all that their heads store, but for the first `skip` tokens: full pages.
+
+    query [planned tokens, Hq, D]; `plan.before` exceeds `skip`. Returns the output [H * tokens, G, D], KV heads
+    outermost, and logarithms of sums of exponentials, float32 [G, H * tokens].
+    """
+    keys, values = pages.unsqueeze(2).chunk(2, -1)
+    block_table, stored = _stored(tables, plan, first_head, kv_heads, skip)
+    folded, scale_of_query = query.unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(0, 1), None
+    if pages.dtype == torch.float8_e4m3fn:  # the library wants queries of the type of pages
+        factor = folded.abs().amax().float().clamp_min(1e-12) / MOST_E4M3
+        folded = (folded / factor).to(pages.dtype)
+        scale_of_query = factor.expand(len(plan.folded) - 1, 1)
+    return _attend(
+        folded,
+        keys,
+        values,
+        cu_seqlens_q=plan.folded,
+        max_seqlen_q=plan.longest,
+        max_seqlen_k=plan.before - skip,
+        seqused_k=stored,
+        block_table=block_table,
+        softmax_scale=scale,
+        causal=False,
+        q_descale=scale_of_query,
+    )
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> Any:
@@ -133,10 +151,12 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given
     return flash_attn_varlen_func(query, key, value, **given)
 
 
-def _stored(tables: PageTables, plan: FlashPlan, first_head: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages int32 [KV heads * rows, most pages] and tokens int32 [KV heads * rows] of before this step."""
+def _stored(
+    tables: PageTables, plan: FlashPlan, first_head: int, kv_heads: int, skip: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of before this step, behind `skip`: pages int32 [KV heads * rows, most pages], tokens int32 [KV heads * rows]."""
     heads, chunks = slice(first_head, first_head + kv_heads), ceil_div(plan.before, PAGE * CHUNK)
     listed = tables.directory[plan.slots, heads, :chunks].clamp_min(0)  # [rows, KV heads, chunks]
-    pages = tables.chunks[listed.transpose(0, 1).long()].flatten(2).flatten(0, 1)
-    stored = tables.lengths[plan.slots, heads] - plan.counts[:, None]
-    return pages, stored.T.flatten()
+    pages = tables.chunks[listed.transpose(0, 1).long()].flatten(2)[..., skip // PAGE :]
+    stored = tables.lengths[plan.slots, heads] - plan.counts[:, None] - skip
+    return pages.flatten(0, 1).contiguous(), stored.clamp_min(0).T.flatten()

@@ -94,7 +94,8 @@ class LiveRequest:
     """A request that holds blocks.
 
     prefill_end: tokens after which its prompt is cut. prompt_len: tokens of the whole prompt, behind which it decodes.
-    policy, plan: as its options make them. row: block ids in this step, int32 [1, n].
+    policy, plan: as its options make them. row: block ids in this step, int32 [1, n]. unscored: whether a deferred gate
+    has not looked at its newest tokens yet.
     """
 
     slot: int
@@ -104,6 +105,7 @@ class LiveRequest:
     plan: Plan
     offloaded: Offloaded | None = None
     row: torch.Tensor | None = None
+    unscored: bool = False
 
     @classmethod
     def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:

@@ -21,8 +21,8 @@ from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
-from vllm_kvplug.worker import flash
-from vllm_kvplug.worker.admission import Admitter
+from vllm_kvplug.worker import flash, sparse
+from vllm_kvplug.worker.admission import Admitter, protected_tokens
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
@@ -30,6 +30,7 @@ from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
+from vllm_kvplug.worker.sparse import SparsePlan
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 _NUMBERS = numbers()
@@ -60,8 +61,9 @@ class Runtime:
         self.ring_tokens = self.policy.ring.tokens if self.policy.ring else UNBOUNDED
         self.decode_ring = self.policy.local.tokens if self.policy.local else self.ring_tokens
         self.sinks = self.policy.ring.sinks if self.policy.ring else 0
-        bounded = self.policy.ring is not None or self.policy.local is not None
-        self.flash = not bounded and flash.runs_here(self.geometry.dtype, self.geometry.head_dim, self.device)
+        self.deferred = self.policy.local is not None and self.policy.local.deferred
+        fits = flash.runs_here(self.geometry.dtype, self.geometry.head_dim, self.device)
+        self.flash = fits and self.policy.ring is None
         self.in_step = False
         self._free_slots = list(range(self.geometry.max_requests - 1, -1, -1))
         self._decoding: list[tuple[LiveRequest, int]] = []
@@ -107,7 +109,9 @@ class Runtime:
         self.prompt_end = PromptEnd(g, self.pool, self.tables)
         local = self.policy.local
         self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
-        self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
+        self.admitter = None
+        if local is not None and self.gate is not None:
+            self.admitter = Admitter(g, self.pool, self.tables, local, self.gate, self.recent)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
@@ -138,14 +142,12 @@ class Runtime:
         tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
         ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
         one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
-        if one_token is not None and not self.flash:
+        if self.policy.local is not None:
+            sparse.load_kernels(g, self.policy.local, self.pool.pages, tables)
+        elif one_token is not None and not self.flash:
             ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
             where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            local, gated = self.policy.local, None
-            if local is not None:
-                chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
-                gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
+            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
         if self.retriever:
             self.retriever.load_kernels()
         self._plan_decode(1)
@@ -218,6 +220,8 @@ class Runtime:
         rows = [self.live[request_id] for request_id in request_ids]
         counts = [query_starts[i + 1] - query_starts[i] for i in range(len(rows))]
         self._note_cuts(rows, counts, lengths, block_rows)
+        if self.admitter:
+            self.admitter.score_rings(rows, counts, lengths)
         decode_rows = next((i for i, count in enumerate(counts) if count != 1), len(rows))
         if decode_rows == len(rows):  # a captured graph may replay it with padding rows
             decode_rows = padded_rows if padded_rows == padded_tokens else decode_rows
@@ -236,6 +240,8 @@ class Runtime:
             if self.admitter:
                 self.admitter.promote(on_device, block_rows[:decode_rows], last)
             self.tables.append(on_device, block_rows[:decode_rows], last, self.sinks, self.decode_ring, places)
+            if self.deferred:
+                self.tables.set_scores(places, torch.nan)
             self._plan_decode(decode_rows)
         prefill = tuple(
             self._place_chunk(request_ids[i], rows[i], query_starts[i], counts[i], lengths[i], block_rows[i : i + 1])
@@ -249,21 +255,8 @@ class Runtime:
             self._position[:padded_tokens],
             prefill,
             self._plan_prefill(prefill),
-            self._protected(rows[decode_rows:], prefill, padded_tokens) if self.admitter else None,
+            protected_tokens(rows[decode_rows:], prefill, self._place[:padded_tokens]) if self.admitter else None,
         )
-
-    def _protected(
-        self, requests: Sequence[LiveRequest], chunks: Sequence[PrefillRow], tokens: int
-    ) -> torch.Tensor | None:
-        """Which of a batch's tokens their requests protect, bool [tokens]; None if they protect none."""
-        if not any(request.policy.options.protect for request in requests):
-            return None
-        protected = torch.zeros(tokens, dtype=torch.bool, device=self.device)
-        for request, chunk in zip(requests, chunks, strict=True):
-            of_chunk = protected[chunk.tokens]
-            for start, end in request.policy.options.protect:
-                of_chunk[max(start - chunk.start, 0) : max(end - chunk.start, 0)] = True
-        return protected
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
@@ -280,6 +273,8 @@ class Runtime:
                     self._due.append((request, length - count, length))
 
     def _plan_prefill(self, rows: Sequence[PrefillRow]) -> Any:
+        if self.policy.local is not None and rows and self.device.type == "cuda":
+            return SparsePlan.of(rows, self.geometry, self.policy.local, self.flash, self.device)
         if self.flash and rows:
             return FlashPlan.of(rows, self.geometry.kv_heads, self.device)
         described = [(row.slot, row.tokens.start, row.end - row.start, row.start, row.stored) for row in rows]
@@ -347,11 +342,17 @@ class Runtime:
         return PrefillRow(request_id, request.slot, tokens, start, end, stored, finishing)
 
     def scores(self, layer: int, key: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """What the gate thinks of a layer's new tokens, float32 [tokens, KV heads]; None without a gate."""
-        if self.gate is None:
+        """What the gate thinks of a layer's new tokens, float32 [tokens, KV heads]; None if it is not asked.
+
+        A deferred gate is not asked for rows of one token, whose scores are NaN.
+        """
+        unasked = step.decode_rows if self.deferred else 0
+        if self.gate is None or (unasked and not step.prefill):
             return None
-        projected = None if self.projected is None else self.projected[: len(key)]
-        scores = self.gate.score(layer, key, step.position, projected)
+        projected = None if self.projected is None else self.projected[unasked : len(key)]
+        scores = self.gate.score(layer, key[unasked:], step.position[unasked:], projected)
+        if unasked:
+            scores = torch.nn.functional.pad(scores, (0, 0, unasked, 0), value=torch.nan)
         return scores if step.protected is None else scores.masked_fill(step.protected[:, None], torch.inf)
 
     def record_decodes(self, step: Step, layer: int, query: torch.Tensor) -> None:
