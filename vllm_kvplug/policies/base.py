@@ -19,6 +19,7 @@ from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
 from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan
+from vllm_kvplug.selection import Selection
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots
@@ -128,7 +129,8 @@ class Policy(ABC, Generic[ConfigT]):
     are of. One that overrides `cuts` and `score` has all that is stored scored anew at the cuts of the answer; its
     other cuts drop nothing. With a `local` window as well as a gate (admission) the gate's threshold decides what is
     seen and stored beyond it, and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a
-    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload).
+    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload). With a `selection`
+    every decode query attends to prompt tokens of its own choice.
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -141,6 +143,7 @@ class Policy(ABC, Generic[ConfigT]):
     local: LocalWindow | None = None
     query_window: int = 0
     retrieval: Retrieval | None = None
+    selection: Selection | None = None
     options: RequestOptions = RequestOptions()
 
     def __init__(self, config: ConfigT, shape: ModelShape):
@@ -282,14 +285,19 @@ class Policy(ABC, Generic[ConfigT]):
         ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
         return max(host_slots(sum(head in heads for head in satellites), prompt_len) for heads in ranks)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the engine has a host tier."""
+        return self.retrieval is not None
+
     def host_slot_bytes(self, itemsize: int) -> int:
-        """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only with a `retrieval`."""
+        """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only if it `offloads`."""
         assert self.retrieval is not None
         return HOST_SLOT * token_bytes(self.retrieval.codec, self.shape.head_dim, itemsize)
 
     def host_capacity(self, itemsize: int) -> int:
         """Host slots of each rank's pool."""
-        return int(self.config.host_gib * GIB) // self.host_slot_bytes(itemsize) if self.retrieval else 0
+        return int(self.config.host_gib * GIB) // self.host_slot_bytes(itemsize) if self.offloads else 0
 
     def summary(self) -> str:
         """One line for the log: the resolved budget in words."""

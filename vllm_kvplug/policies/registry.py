@@ -28,6 +28,7 @@ BUILT_IN = {
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
+    "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }
 
 

@@ -62,6 +62,12 @@ class HeadPageBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime: Runtime = compat.runtime_of(vllm_config)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Selection has shapes that follow from the requests of a step."""
+        selects = kv_cache_spec.resolved.selection is not None
+        return AttentionCGSupport.NEVER if selects else cls._cudagraph_support
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
@@ -133,6 +139,8 @@ class HeadPageImpl(AttentionImpl):
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             tables = runtime.tables
+            if runtime.selector:
+                runtime.selector.select(step.row_slot, index, query[rows])
             ops.decode_attention(
                 output[rows],
                 query[rows],

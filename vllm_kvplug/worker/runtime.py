@@ -30,6 +30,7 @@ from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
+from vllm_kvplug.worker.selection import TokenSelector
 from vllm_kvplug.worker.step import PrefillRow, Step
 
 _NUMBERS = numbers()
@@ -73,6 +74,7 @@ class Runtime:
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
+        self.selector: TokenSelector | None = None
         g = self.geometry
         heads = g.kv_heads, g.query_heads, g.head_dim
         self.decode_plan = ops.decode_plan(self.max_rows, g.layers, *heads, g.dtype, self.device)
@@ -108,9 +110,14 @@ class Runtime:
         local = self.policy.local
         self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
         self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
+        pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
+        if self.policy.selection:
+            codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
+            where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
+            self.selector = TokenSelector(self.policy, g, *where)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
-            host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
+            host = HostPool(capacity, codec, pin)
             staging = Staging(staging_tokens(self.policy, g), g.head_dim, g.dtype, self.device)
             tiers = Tiers(host, staging, Lane(self.device), self.peers)
             self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
@@ -127,6 +134,13 @@ class Runtime:
         """Finish what is in the background. The engine is shutting down."""
         if self.retriever:
             self.retriever.tiers.lane.close()
+        if self.selector:
+            self.selector.lane.close()
+
+    @property
+    def offloader(self) -> Retriever | TokenSelector | None:
+        """What sends prompts to the host."""
+        return self.retriever or self.selector
 
     def _load_kernels(self) -> None:
         """Run the ops on one padding row: kernels compile at start-up, never inside a graph capture."""
@@ -171,14 +185,14 @@ class Runtime:
             self.tables.free([request.slot for request in gone])
         for request in gone:
             self.windows.drop(request.slot)
-            if self.retriever:
-                self.retriever.end(request)
+            if self.offloader:
+                self.offloader.end(request)
             self._free_slots.append(request.slot)
         for request_id, admission in lifecycle.admitted.items():
             request = LiveRequest.admit(self._free_slots.pop(), admission, self.policy)
             self.live[request_id] = request
-            if self.retriever:
-                self.retriever.begin(request)
+            if self.offloader:
+                self.offloader.begin(request)
         if self.retriever:
             self.retriever.begin_step()
         self._decoding, self._due = [], []
@@ -223,6 +237,9 @@ class Runtime:
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
         phases = [self._begin_decode(rows[i], lengths[i], i, block_rows) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
+        if self.selector:
+            decoding = zip(rows[:live_decodes], lengths[:live_decodes], strict=True)
+            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
         self._place[:padded_tokens] = -1
         if decode_rows:
             on_device, phase = self._upload(torch.tensor([slots, phases], dtype=torch.int64))
@@ -296,8 +313,8 @@ class Runtime:
                 if self.retriever:
                     self.retriever.after_decode(request, length)
                 continue
-            if self.retriever:
-                self.retriever.store_token(request, length - 1)
+            if self.offloader:
+                self.offloader.store_token(request, length - 1)
             if length == request.prefill_end:
                 for layer in range(self.geometry.layers):
                     queries = self.windows.take_last(request.slot, layer, request.prefill_end)
@@ -374,8 +391,8 @@ class Runtime:
             if self.pivots:
                 self.pivots.record_chunk(row.slot, row.end - request.prompt_len, layer, query)
             return
-        if self.retriever:
-            self.retriever.store(request, layer, row.start, key, value)
+        if self.offloader:
+            self.offloader.store(request, layer, row.start, key, value)
         if not row.finishing:
             self.windows.keep(row.slot, layer, query, row.start, request.prefill_end)
             return
@@ -383,6 +400,9 @@ class Runtime:
 
     def _end_prompt(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> None:
         """One layer of a complete prompt: score and compact; after the last layer, give pages back."""
+        if self.selector and request.selected:
+            self.selector.end_prompt(request, layer)
+            return
         if self.retriever:
             self.retriever.prompt_done(request, layer, queries[-1])
         self.prompt_end.compact_layer(request, layer, queries)

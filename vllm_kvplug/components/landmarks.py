@@ -1,0 +1,138 @@
+"""Landmarks: what remains in device memory of keys that are elsewhere, enough to say which of them a query wants.
+
+A format says how many tokens' landmarks fit in a head page, writes them there, and scores a page for queries.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from vllm_kvplug.quant.higgs import Higgs
+from vllm_kvplug.quant.residual import MEAN_KEYS, ResidualCodes, ResidualHiggs, group_means, spread
+
+GROUP = MEAN_KEYS
+"""Tokens whose landmarks are never in two pages."""
+
+
+class Landmarks(Protocol):
+    """One format, for heads of one size and pages of so many bytes."""
+
+    group_bytes: int
+    """Of the landmarks of 8 tokens."""
+
+    def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        """keys [..., T, d] after RoPE, T a multiple of 8 -> the parts of a page, each uint8 [..., bytes]."""
+
+    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """query float32 [..., G, d] of the G queries of a KV head, parts as above -> float32 [..., G, T]."""
+
+    def part_bytes(self, tokens: int) -> list[int]:
+        """Of the parts of a page of so many tokens."""
+
+
+class HiggsLandmarks:
+    """Keys in 2 bits a value, scored by look-up without decoding them (YAKV, 2604.08426)."""
+
+    def __init__(self, head_dim: int):
+        self.higgs = Higgs(2, head_dim)
+        self.group_bytes = GROUP * (self.higgs.pieces + 2)
+
+    def part_bytes(self, tokens: int) -> list[int]:
+        return [tokens * self.higgs.pieces, tokens * 2]
+
+    def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        return [_bytes(part) for part in self.higgs.encode(keys)]
+
+    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        codes, scale = parts
+        return self.higgs.scores(self.higgs.lut(query), codes.unflatten(-1, (-1, self.higgs.pieces)), _halves(scale))
+
+
+class ResidualLandmarks:
+    """The mean of every 8 keys in 4 bits a value, and what each key differs from it in 1 bit (YAKV, App. E)."""
+
+    def __init__(self, head_dim: int):
+        self.residual = ResidualHiggs(head_dim)
+        self.group_bytes = self.residual.coarse.pieces + 2 + GROUP * (self.residual.fine.pieces + 2)
+
+    def part_bytes(self, tokens: int) -> list[int]:
+        groups = tokens // GROUP
+        return [groups * self.residual.coarse.pieces, groups * 2, tokens * self.residual.fine.pieces, tokens * 2]
+
+    def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        return [_bytes(part) for part in self.residual.encode(keys)]
+
+    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        means, mean_scale, codes, scale = parts
+        coarse, fine = self.residual.coarse.pieces, self.residual.fine.pieces
+        keys = ResidualCodes(
+            means.unflatten(-1, (-1, coarse)), _halves(mean_scale), codes.unflatten(-1, (-1, fine)), _halves(scale)
+        )
+        return self.residual.scores(query, keys)
+
+
+class MeanLandmarks:
+    """The mean of every 8 keys in float16, for all 8 tokens (ShadowKV, 2410.21465)."""
+
+    def __init__(self, head_dim: int):
+        self.head_dim = head_dim
+        self.group_bytes = 2 * head_dim
+
+    def part_bytes(self, tokens: int) -> list[int]:
+        return [tokens // GROUP * 2 * self.head_dim]
+
+    def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
+        return [_bytes(group_means(keys.float()).half())]
+
+    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        means = _halves(parts[0]).unflatten(-1, (-1, self.head_dim)).float()
+        scores = query @ means.transpose(-1, -2)
+        return spread(scores.unsqueeze(-1), scores.shape[-1] * GROUP).squeeze(-1)
+
+
+FORMATS: dict[str, type[HiggsLandmarks] | type[ResidualLandmarks] | type[MeanLandmarks]] = {
+    "higgs2": HiggsLandmarks,
+    "residual": ResidualLandmarks,
+    "means8": MeanLandmarks,
+}
+
+
+class LandmarkPages:
+    """Landmarks of one format in pages of `page_bytes`, as `name` says. Raises ValueError for heads it does not take."""
+
+    def __init__(self, name: str, head_dim: int, page_bytes: int):
+        self.format: Landmarks = FORMATS[name](head_dim)
+        self.page_bytes = page_bytes
+        self.tokens = page_bytes // self.format.group_bytes * GROUP
+        """Tokens whose landmarks fit in a page."""
+        self._parts = self.format.part_bytes(self.tokens)
+
+    def encode(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys [H, n, d] after RoPE -> uint8 [H, ceil(n / tokens), page_bytes]. The last key fills up the last page."""
+        missing = -keys.shape[1] % self.tokens
+        filled = torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1).unflatten(1, (-1, self.tokens))
+        parts = torch.cat(self.format.encode(filled), -1)
+        return F.pad(parts, (0, self.page_bytes - parts.shape[-1]))
+
+    def score(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Dot products with the keys that landmarks stand for, float32 [..., G, M * tokens].
+
+        query [..., G, d]; pages uint8 [..., M, page_bytes].
+        """
+        count, parts = pages.shape[-2], pages[..., : sum(self._parts)].split(self._parts, -1)
+        joined = [part.reshape(*part.shape[:-2], -1) for part in parts]
+        scores = self.format.score(query.float(), joined)
+        assert scores.shape[-1] == count * self.tokens
+        return scores
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    """[..., tokens] or [..., tokens, n] in pages [H, M, tokens, ...] -> uint8 [H, M, bytes]."""
+    return part.flatten(2).contiguous().view(torch.uint8)
+
+
+def _halves(part: torch.Tensor) -> torch.Tensor:
+    return part.contiguous().view(torch.float16)
