@@ -20,6 +20,9 @@ CPU = torch.device("cpu")
 TIE = 1e-4
 """Weights this close, relative to the larger, may be ranked either way by two ways of computing them."""
 
+SHAKE = 1e-5
+"""Noise of keys, relative to their mean size, that is more than two ways of computing them differ by."""
+
 
 @dataclass
 class Selecting(Rule):
@@ -87,6 +90,7 @@ class Selection(Watcher):
         self.open = [t for t in range(self.tokens - rule.local) if t not in set(self.stays)]
         self.swaps = self.all = 0
         self.landmarks = [self._landmarks(layer.keys[:, : self.tokens - rule.local]) for layer in layers]
+        self.shaky = [self._shaky(layer.keys[:, : self.tokens - rule.local]) for layer in layers]
         for layer in layers:
             self._through_the_host(layer)
 
@@ -116,13 +120,14 @@ class Selection(Watcher):
         if stored is None:
             return sorted(best)
         theirs = {t for t in stored[layer][head] if t < self.tokens} - set(self.stays)
-        swapped = weights[sorted(theirs ^ best)]
-        if len(theirs) != len(best) or not len(swapped):
+        swapped, shaky = sorted(theirs ^ best), self.shaky[layer][head]
+        firm = [t for t in swapped if not shaky[t]]
+        spread = float(weights[firm].max() - weights[firm].min()) if firm else 0.0
+        tie = len(firm) <= len(swapped) // 2 or spread <= TIE * float(weights[firm].max())
+        if not swapped or len(theirs) != len(best) or not tie:
             return sorted(best)
-        if float(swapped.max() - swapped.min()) <= TIE * float(swapped.max()):
-            self.swaps += len(swapped) // 2
-            return sorted(theirs)
-        return sorted(best)
+        self.swaps += len(swapped) // 2
+        return sorted(theirs)
 
     def _landmarks(self, keys: torch.Tensor) -> torch.Tensor:
         """keys [H, n, d]."""
@@ -132,6 +137,13 @@ class Selection(Watcher):
         coarse = means.half().float() if self.rule.landmarks == "means8" else rounded(means, 4)
         each = torch.stack([coarse[:, t // 8] for t in range(keys.shape[1])], 1)
         return each if self.rule.landmarks == "means8" else each + rounded(keys - each, 1)
+
+    def _shaky(self, keys: torch.Tensor) -> torch.Tensor:
+        """Tokens whose landmarks a little noise changes: another way of computing keys may do so too. bool [H, n]."""
+        noise = torch.Generator().manual_seed(0)
+        others = [keys + SHAKE * keys.abs().mean() * torch.randn(keys.shape, generator=noise) for _ in range(4)]
+        differ = [(self._landmarks(other) - self._landmarks(keys)).norm(dim=-1) for other in others]
+        return torch.stack(differ).amax(0) > 100 * SHAKE * keys.norm(dim=-1)
 
     def _through_the_host(self, layer: Layer) -> None:
         position = torch.arange(self.tokens)[self.open]

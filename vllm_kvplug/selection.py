@@ -1,7 +1,7 @@
 """What a policy says that selects tokens anew in every decode step, and the page plan of its requests.
 
-Such a request holds its prompt densely while it is computed. Then its heads keep what they always attend to, room for the
-tokens that they select, and landmarks, in whole blocks of their own. Pure integers, shared by scheduler and worker.
+Such a request holds its prompt densely while it is computed. Then its heads keep what they always attend to, room for
+the tokens that they select, and landmarks, in whole blocks of their own. Pure integers, shared by scheduler and worker.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class SelectionPlan(PagePlan):
     stays: of a prompt's length, the ranges that always stay. tokens_per_page: whose landmarks fit in a head page.
     """
 
-    def __init__(
-        self, shape: ModelShape, selection: Selection, stays: Callable[[int], Ranges], tokens_per_page: int
-    ):
+    def __init__(self, shape: ModelShape, selection: Selection, stays: Callable[[int], Ranges], tokens_per_page: int):
         super().__init__(shape, self._kept)
         self.selection, self.tokens_per_page = selection, tokens_per_page
         self._stays = stays

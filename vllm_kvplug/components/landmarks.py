@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplug.quant.grids import CODES
 from vllm_kvplug.quant.higgs import Higgs
 from vllm_kvplug.quant.residual import MEAN_KEYS, ResidualCodes, ResidualHiggs, group_means, spread
 
@@ -22,6 +23,8 @@ class Landmarks(Protocol):
 
     group_bytes: int
     """Of the landmarks of 8 tokens."""
+    query_bytes: int
+    """That scoring takes for a query."""
 
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         """keys [..., T, d] after RoPE, T a multiple of 8 -> the parts of a page, each uint8 [..., bytes]."""
@@ -39,6 +42,7 @@ class HiggsLandmarks:
     def __init__(self, head_dim: int):
         self.higgs = Higgs(2, head_dim)
         self.group_bytes = GROUP * (self.higgs.pieces + 2)
+        self.query_bytes = table_bytes(self.higgs)
 
     def part_bytes(self, tokens: int) -> list[int]:
         return [tokens * self.higgs.pieces, tokens * 2]
@@ -57,6 +61,7 @@ class ResidualLandmarks:
     def __init__(self, head_dim: int):
         self.residual = ResidualHiggs(head_dim)
         self.group_bytes = self.residual.coarse.pieces + 2 + GROUP * (self.residual.fine.pieces + 2)
+        self.query_bytes = table_bytes(self.residual.coarse) + table_bytes(self.residual.fine)
 
     def part_bytes(self, tokens: int) -> list[int]:
         groups = tokens // GROUP
@@ -80,6 +85,7 @@ class MeanLandmarks:
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
         self.group_bytes = 2 * head_dim
+        self.query_bytes = 4 * head_dim
 
     def part_bytes(self, tokens: int) -> list[int]:
         return [tokens // GROUP * 2 * self.head_dim]
@@ -101,7 +107,7 @@ FORMATS: dict[str, type[HiggsLandmarks] | type[ResidualLandmarks] | type[MeanLan
 
 
 class LandmarkPages:
-    """Landmarks of one format in pages of `page_bytes`, as `name` says. Raises ValueError for heads it does not take."""
+    """Landmarks of the format `name` in pages of `page_bytes`. Raises ValueError for heads that it does not take."""
 
     def __init__(self, name: str, head_dim: int, page_bytes: int):
         self.format: Landmarks = FORMATS[name](head_dim)
@@ -127,6 +133,11 @@ class LandmarkPages:
         scores = self.format.score(query.float(), joined)
         assert scores.shape[-1] == count * self.tokens
         return scores
+
+
+def table_bytes(higgs: Higgs) -> int:
+    """Of a query's look-up table, twice: as it is made."""
+    return 2 * 4 * CODES * higgs.pieces
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:

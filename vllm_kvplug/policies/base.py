@@ -19,7 +19,6 @@ from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
 from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan
-from vllm_kvplug.selection import Selection
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots
@@ -129,8 +128,8 @@ class Policy(ABC, Generic[ConfigT]):
     are of. One that overrides `cuts` and `score` has all that is stored scored anew at the cuts of the answer; its
     other cuts drop nothing. With a `local` window as well as a gate (admission) the gate's threshold decides what is
     seen and stored beyond it, and the cuts only cap that. Decoded tokens are kept, unless cuts go on. With a
-    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload). With a `selection`
-    every decode query attends to prompt tokens of its own choice.
+    `retrieval`, satellites that were cut get other prompt tokens back from the host later (offload). Where a class
+    `selects`, every decode query attends to stored or offloaded tokens of its own choice (selection).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -139,11 +138,11 @@ class Policy(ABC, Generic[ConfigT]):
     name: ClassVar[str]
     Config: ClassVar[type[PolicyConfig]] = PolicyConfig
     uses_host_tier: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
     ring: Ring | None = None
     local: LocalWindow | None = None
     query_window: int = 0
     retrieval: Retrieval | None = None
-    selection: Selection | None = None
     options: RequestOptions = RequestOptions()
 
     def __init__(self, config: ConfigT, shape: ModelShape):

@@ -40,6 +40,7 @@ class SelectingPolicy(Policy[ConfigT], Generic[ConfigT]):
     """Prompts go to the host; heads keep landmarks, the first and last tokens, and what a query selects by them."""
 
     uses_host_tier = True
+    selects = True
     unit: ClassVar[int] = 1
 
     def __init__(self, config: ConfigT, shape: ModelShape):

@@ -65,8 +65,7 @@ class HeadPageBuilder(AttentionMetadataBuilder):
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
         """Selection has shapes that follow from the requests of a step."""
-        selects = kv_cache_spec.resolved.selection is not None
-        return AttentionCGSupport.NEVER if selects else cls._cudagraph_support
+        return AttentionCGSupport.NEVER if kv_cache_spec.resolved.selects else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -18,6 +18,7 @@ from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
@@ -111,7 +112,7 @@ class Runtime:
         self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
         self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
-        if self.policy.selection:
+        if isinstance(self.policy, SelectingPolicy):
             codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
             self.selector = TokenSelector(self.policy, g, *where)

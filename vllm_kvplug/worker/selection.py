@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_kvplug.components.selection import best, group_attention, replace_misses
+from vllm_kvplug.memory import TILE_ROWS, TILE_TOKENS, Geometry
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import ceil_div
@@ -21,20 +21,14 @@ from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.selection import SelectionPlan
 from vllm_kvplug.tiers.host import HostPool
-from vllm_kvplug.tiers.lane import Lane, Ticket
+from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.tiers.ledger import HOST_SLOT
 from vllm_kvplug.worker.requests import LiveRequest, Selected
-
-if TYPE_CHECKING:
-    from vllm_kvplug.memory import Geometry
-
-TILE_TOKENS = 1 << 17
-"""Rows are scored together while they have so many landmarks in a head, so that workspace is bounded."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The most that any row of a step has: landmark pages, selected tokens, excluded tokens. Nothing: no row selects."""
+    """The most that any row of a step has: landmark pages, selected tokens, excluded tokens. 0 if no row selects."""
 
     pages: int = 0
     selected: int = 0
@@ -49,7 +43,13 @@ class TokenSelector:
     """
 
     def __init__(
-        self, policy: SelectingPolicy, geometry: Geometry, pool: PagePool, tables: PageTables, host: HostPool, lane: Lane
+        self,
+        policy: SelectingPolicy,
+        geometry: Geometry,
+        pool: PagePool,
+        tables: PageTables,
+        host: HostPool,
+        lane: Lane,
     ):
         self.geometry, self.pool, self.tables = geometry, pool, tables
         self.host, self.lane = host, lane
@@ -97,9 +97,7 @@ class TokenSelector:
             key, value = self.pool.gather(where)
             self._store(request.selected, range(self.geometry.heads), position, key[:, None], value[:, None])
 
-    def _store(
-        self, selected: Selected, heads: range, start: int, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
+    def _store(self, selected: Selected, heads: range, start: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """key, value [heads, tokens, d]. Keys go to the host as they were before RoPE."""
         position = torch.arange(start, start + key.shape[1], device=key.device)
         encoded = self.host.codec.encode(self.rotary.unrotate(key, position).to(key.dtype), value)
@@ -131,8 +129,9 @@ class TokenSelector:
         assert request.selected is not None and request.row is not None
         layout, length, slot = request.selected.layout, request.prefill_end, request.slot
         kept = torch.full_like(self._heads, layout.kept)
+        before = request.plan.held(length, length)[0]
         # All heads keep alike, so that no page has to move.
-        self.tables.shrink(slot, request.row, kept, request.plan.held(length, length)[0], layout.token_blocks, layout.kept)
+        self.tables.shrink(slot, request.row, kept, before, layout.token_blocks, layout.kept)
         numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
         self.layouts[slot] = self._upload(numbers)
         self.blocks[slot, : len(blocks)] = blocks
@@ -144,8 +143,8 @@ class TokenSelector:
         request.selected.stored.wait()
         places = torch.arange(layout.stay, layout.kept, device=first.device)
         where = self.tables.locate(slot, self._heads[:, None], places)
-        slots = torch.full((1,), slot, device=first.device)
-        self._fetch(slots, self._heads, first.expand_as(where)[None], where[None], torch.ones_like(where, dtype=torch.bool)[None])
+        slots, everywhere = torch.full((1,), slot, device=first.device), torch.ones_like(where, dtype=torch.bool)
+        self._fetch(slots, self._heads, first.expand_as(where)[None], where[None], everywhere[None])
 
     # ---- decode
 
@@ -159,7 +158,7 @@ class TokenSelector:
     def select(self, row_slot: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         """Put in place what the queries [rows, query heads, d] of decode rows want of a layer."""
         if self._widths.pages:
-            rows = max(TILE_TOKENS // (self._widths.pages * self.landmarks.tokens), 1)
+            rows = max(min(TILE_TOKENS // (self._widths.pages * self.landmarks.tokens), TILE_ROWS), 1)
             for slots, queries in zip(row_slot.split(rows), query.split(rows), strict=True):
                 self._select(torch.where(slots < 0, len(self.layouts) - 1, slots).long(), layer, queries)
 
