@@ -22,6 +22,7 @@ from cases import (
     rkv,
     snapkv,
     streaming,
+    yakv,
 )
 from engine_tools import (
     Ask,
@@ -50,6 +51,7 @@ CASES = [
     heterocache("two-pivots", TWO_PIVOTS, 1),
     oracle(),
     rkv(1600),
+    yakv(),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool

@@ -155,6 +155,12 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
+        "yakv": [
+            {},
+            {"ratio": 1},
+            {"sinks": 9, "local": 1, "min_tokens": 1, "max_tokens": 5},
+            {"landmarks": "residual"},
+        ],
         "streaming": [{}, {"sinks": 0, "window": 1}],
         "synthetic": [{}, {"ratio": 0.001, "full_heads": 0}, {"ratio": 1, "full_heads": 1}, {"seed": 7}],
         "heterocache": [
@@ -222,7 +228,7 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
     """Rank 1 of 2: KV heads 2 and 3 of 4, each with 3 query heads."""
     for knobs in knobs_of(tmp_path, TP_SHAPE)[name]:
         policy = make_policy(name, knobs, TP_SHAPE)
-        if not policy.evicts:
+        if not policy.evicts or policy.selects:
             continue
         if policy.gated:
             check_gate(policy, tokens)

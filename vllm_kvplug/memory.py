@@ -225,9 +225,10 @@ def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if not isinstance(policy, SelectingPolicy):
         return 0
     g, landmarks = geometry, policy.landmark_pages
-    making = g.kv_heads * g.max_tokens * (g.head_dim * (4 * g.dtype.itemsize + 16) + 32)
-    tokens = max(ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, TILE_TOKENS)
+    making = g.kv_heads * g.max_tokens * (4 * g.head_dim * (g.dtype.itemsize + landmarks.format.float_copies) + 32)
+    longest, rows = ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, min(TILE_ROWS, g.max_requests)
+    tokens = max(longest, min(TILE_TOKENS, rows * longest))
     copies = 3 * landmarks.page_bytes // landmarks.tokens
     selected = policy.selection.tokens(g.max_tokens) * g.kv_heads * (96 + 8 * g.head_dim)
     scored = tokens * (g.kv_heads * (copies + 48) + 16 * g.query_heads)
-    return max(making, scored + TILE_ROWS * (g.query_heads * landmarks.format.query_bytes + selected))
+    return max(making, scored + rows * (g.query_heads * landmarks.format.query_bytes + selected))

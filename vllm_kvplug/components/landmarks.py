@@ -25,6 +25,8 @@ class Landmarks(Protocol):
     """Of the landmarks of 8 tokens."""
     query_bytes: int
     """That scoring takes for a query."""
+    float_copies: int
+    """Of a key in float32, while it is encoded."""
 
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         """keys [..., T, d] after RoPE, T a multiple of 8 -> the parts of a page, each uint8 [..., bytes]."""
@@ -38,6 +40,8 @@ class Landmarks(Protocol):
 
 class HiggsLandmarks:
     """Keys in 2 bits a value, scored by look-up without decoding them (YAKV, 2604.08426)."""
+
+    float_copies = 0
 
     def __init__(self, head_dim: int):
         self.higgs = Higgs(2, head_dim)
@@ -57,6 +61,8 @@ class HiggsLandmarks:
 
 class ResidualLandmarks:
     """The mean of every 8 keys in 4 bits a value, and what each key differs from it in 1 bit (YAKV, App. E)."""
+
+    float_copies = 4
 
     def __init__(self, head_dim: int):
         self.residual = ResidualHiggs(head_dim)
@@ -81,6 +87,8 @@ class ResidualLandmarks:
 
 class MeanLandmarks:
     """The mean of every 8 keys in float16, for all 8 tokens (ShadowKV, 2410.21465)."""
+
+    float_copies = 1
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
