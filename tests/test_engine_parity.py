@@ -18,6 +18,7 @@ from cases import (
     heterocache,
     knorm,
     oracle,
+    quest,
     random_keep,
     rkv,
     snapkv,
@@ -52,6 +53,7 @@ CASES = [
     oracle(),
     rkv(1600),
     yakv(),
+    quest(),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool

@@ -50,6 +50,14 @@ def yakv(**knobs: Any) -> dict[str, Any]:
     return {"kv_policy": "yakv", "kv_policy_config": {"host_gib": 0.05, **knobs}}
 
 
+def engine_of(**fields: Any) -> dict[str, Any]:
+    """The engine whose policy is a `Selecting` of these fields."""
+    if fields.get("landmarks") != "means8":
+        return yakv(**fields)
+    knobs = {key: value for key, value in fields.items() if key not in ("landmarks", "codec")}
+    return {"kv_policy": "shadowkv_landmarks", "kv_policy_config": {"host_gib": 0.05, "local": 64, **knobs}}
+
+
 def check_steps(
     reference: Reference, rule: Selecting, prompt: list[int], answer: Answer, snapshots: list[Snapshot]
 ) -> Replay:
@@ -67,11 +75,13 @@ def check_steps(
     return replay
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "exact-host": {"codec": "auto"},
     "paper": {},
     "sinks": {"sinks": 5, "local": 16, "ratio": 0.1},
     "capped": {"codec": "auto", "ratio": 0.2, "max_tokens": 33, "local": 20},
+    "residual": {"landmarks": "residual", "codec": "auto", "ratio": 0.1},
+    "shadowkv": {"landmarks": "means8", "codec": "auto", "ratio": 0.1, "sinks": 3, "local": 24},
 }
 
 
@@ -80,7 +90,7 @@ CASES = {
 def test_steps_equal_reference(case: str, chunk: int, tiny_model_dir: Path, reference: Reference) -> None:
     """Requests alone, then all in the same batches."""
     rule = Selecting(ANGLES, **CASES[case])
-    with tiny_engine(tiny_model_dir, max_num_batched_tokens=chunk, **yakv(**CASES[case])) as llm:
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=chunk, **engine_of(**CASES[case])) as llm:
         watch = Watch(llm, integrity=True)
         alone = [serve(llm, [Ask(token_ids(n), STEPS, sampling=EVERYTHING)])[0] for n in LENGTHS]
         asks = [Ask(token_ids(n), STEPS, arrives=i, sampling=EVERYTHING) for i, n in enumerate(LENGTHS)]

@@ -155,6 +155,8 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
+        "quest": [{}, {"ratio": 0.001, "dense_layers": 0}, {"budget_tokens": 1}],
+        "shadowkv_landmarks": [{}, {"ratio": 1}, {"min_tokens": 1, "max_tokens": 3, "local": 1, "sinks": 2}],
         "yakv": [
             {},
             {"ratio": 1},
@@ -190,7 +192,7 @@ def test_kept_is_within_the_prompt(tmp_path: Path, name: str, shape: ModelShape)
         policy = make_policy(name, knobs, shape)
         assert policy.name == name and policy.summary()
         if not policy.evicts:
-            assert policy.ring is not None
+            assert policy.ring is not None or policy.page_selection is not None
             continue
         if policy.shares_budget:
             check_cuts(policy)

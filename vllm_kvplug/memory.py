@@ -14,7 +14,7 @@ from vllm_kvplug.components.redundancy import ROWS
 from vllm_kvplug.kernels.hopper import PART_INTS
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
-from vllm_kvplug.placement.tables import TableSizes
+from vllm_kvplug.placement.tables import CHUNK, TableSizes
 from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.selecting import SelectingPolicy
@@ -117,11 +117,15 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     windows = recent_query_bytes if policy.shares_budget else query_window_bytes
     return Charges(
-        tables=sizes.fixed_bytes() + places + plan_bytes + selecting_table_bytes(policy, geometry),
+        tables=sizes.fixed_bytes()
+        + bound_bytes(policy, geometry)
+        + places
+        + plan_bytes
+        + selecting_table_bytes(policy, geometry),
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
         workspace=workspace_bytes(policy, geometry) + max_batch * scratch,
-        per_block=sizes.bytes_per_block(),
+        per_block=sizes.bytes_per_block() + geometry.heads * bound_bytes(policy, geometry),
     )
 
 
@@ -176,6 +180,8 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
+    if policy.page_selection is not None:
+        return max(attending, page_selecting_bytes(policy, g))
     if not policy.evicts:
         return attending
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
@@ -232,3 +238,16 @@ def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     selected = policy.selection.tokens(g.max_tokens) * g.kv_heads * (96 + 8 * g.head_dim)
     scored = tokens * (g.kv_heads * (copies + 48) + 16 * g.query_heads)
     return max(making, scored + rows * (g.query_heads * landmarks.format.query_bytes + selected))
+
+
+def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """The bounds of a page's keys."""
+    return 2 * geometry.head_dim * geometry.dtype.itemsize if policy.page_selection is not None else 0
+
+
+def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """One layer: bounds, ids and scores of a tile's pages, and tables of the pages that all rows attend to."""
+    g, longest = geometry, ceil_div(geometry.max_tokens, PAGE)
+    tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
+    scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
+    return tile * scored + g.max_requests * g.kv_heads * 24 * (policy.attended_pages(g.max_tokens) + CHUNK)

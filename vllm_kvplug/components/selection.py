@@ -39,3 +39,14 @@ def replace_misses(
     places = torch.sort(free, dim=-1, descending=True, stable=True).indices
     after = held.scatter(-1, places, torch.where(news.values, wanted.gather(-1, news.indices), held.gather(-1, places)))
     return after, torch.zeros_like(new).scatter(-1, places, news.values)
+
+
+def page_scores(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """The most that the keys of each page could score, for any query of a group: float32 [..., pages].
+
+    query [..., G, d]; low, high [..., pages, d], bounds of the keys. A query's best key within them takes the upper
+    bound where the query is positive and the lower one elsewhere.
+    """
+    positive, negative = query.float().clamp_min(0), query.float().clamp_max(0)
+    scores = positive @ high.float().transpose(-1, -2) + negative @ low.float().transpose(-1, -2)
+    return scores.amax(-2)

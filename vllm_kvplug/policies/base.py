@@ -101,6 +101,16 @@ class Retrieval:
     as_released: bool
 
 
+@dataclass(frozen=True)
+class PageSelection:
+    """Decode queries attend to whole pages of 16 tokens, chosen by the bounds of their keys.
+
+    dense_layers: first layers whose queries attend to everything.
+    """
+
+    dense_layers: int
+
+
 class Gate(Protocol):
     """Scores every token once, when its K and V are written; made for the KV heads of one rank."""
 
@@ -143,6 +153,7 @@ class Policy(ABC, Generic[ConfigT]):
     local: LocalWindow | None = None
     query_window: int = 0
     retrieval: Retrieval | None = None
+    page_selection: PageSelection | None = None
     options: RequestOptions = RequestOptions()
 
     def __init__(self, config: ConfigT, shape: ModelShape):
@@ -182,6 +193,10 @@ class Policy(ABC, Generic[ConfigT]):
 
     def drift_tokens(self, prompt_len: int) -> int:
         """Size of the token sets that drift checks compare; only with a `retrieval`."""
+        raise NotImplementedError
+
+    def attended_pages(self, tokens: int) -> int:
+        """Pages that a decode query attends to, of a request of `tokens` tokens; only with a `page_selection`."""
         raise NotImplementedError
 
     def check_budget(self) -> None:

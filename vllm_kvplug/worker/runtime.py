@@ -27,12 +27,14 @@ from vllm_kvplug.worker.admission import Admitter
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
+from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.selection import TokenSelector
 from vllm_kvplug.worker.step import PrefillRow, Step
+from vllm_kvplug.worker.warm_up import load_kernels
 
 _NUMBERS = numbers()
 UNBOUNDED = 1 << 30
@@ -76,6 +78,7 @@ class Runtime:
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
         self.selector: TokenSelector | None = None
+        self.page_selector: PageSelector | None = None
         g = self.geometry
         heads = g.kv_heads, g.query_heads, g.head_dim
         self.decode_plan = ops.decode_plan(self.max_rows, g.layers, *heads, g.dtype, self.device)
@@ -111,6 +114,10 @@ class Runtime:
         local = self.policy.local
         self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
         self.admitter = Admitter(g, self.pool, self.tables, local) if local else None
+        pages = self.policy.page_selection
+        self.page_selector = (
+            PageSelector(pages.dense_layers, g, self.pool, self.tables, self.max_rows) if pages else None
+        )
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
         if isinstance(self.policy, SelectingPolicy):
             codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
@@ -122,7 +129,7 @@ class Runtime:
             staging = Staging(staging_tokens(self.policy, g), g.head_dim, g.dtype, self.device)
             tiers = Tiers(host, staging, Lane(self.device), self.peers)
             self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
-        self._load_kernels()
+        load_kernels(self)
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last call; empty if nothing did."""
@@ -142,39 +149,6 @@ class Runtime:
     def offloader(self) -> Retriever | TokenSelector | None:
         """What sends prompts to the host."""
         return self.retriever or self.selector
-
-    def _load_kernels(self) -> None:
-        """Run the ops on one padding row: kernels compile at start-up, never inside a graph capture."""
-        assert self.tables is not None and self.pool is not None
-        g, tables = self.geometry, self.tables
-        query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
-        new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
-        nobody = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
-        ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
-        one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
-        if one_token is not None and not self.flash:
-            ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
-            where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            local, gated = self.policy.local, None
-            if local is not None:
-                chunk_scores = torch.zeros((1, g.kv_heads), device=self.device)
-                gated = (local.tokens, local.sinks, local.threshold, tables.positions, tables.scores, chunk_scores)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring, gated)
-        self._plan_decode(1)
-        ops.decode_attention(
-            torch.empty_like(query),
-            query,
-            self.pool.pages,
-            tables.directory,
-            tables.chunks,
-            self._row_slot[:1],
-            tables.lengths,
-            0,
-            g.kv_heads,
-            g.scale,
-            self.decode_plan,
-        )
 
     # ---- the way of a step
 
@@ -238,6 +212,8 @@ class Runtime:
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
         phases = [self._begin_decode(rows[i], lengths[i], i, block_rows) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
+        if self.page_selector:
+            self.page_selector.prepare(rows[:live_decodes], lengths[:live_decodes], decode_rows)
         if self.selector:
             decoding = zip(rows[:live_decodes], lengths[:live_decodes], strict=True)
             self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
