@@ -13,23 +13,6 @@
 namespace kvplug {
 namespace {
 
-// Calls run(Width<group>{}); the checks have refused everything else.
-template <typename Run>
-void dispatch_group(int64_t group, const Run& run) {
-  switch (group) {
-    case 16:
-      return run(Width<16>{});
-    case 32:
-      return run(Width<32>{});
-    case 64:
-      return run(Width<64>{});
-    case 128:
-      return run(Width<128>{});
-    default:
-      return run(Width<256>{});
-  }
-}
-
 unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>((rows + kHiggsWarps - 1) / kHiggsWarps);
 }

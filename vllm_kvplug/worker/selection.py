@@ -12,14 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvplug import ops
 from vllm_kvplug.components.selection import best, group_attention, replace_misses
 from vllm_kvplug.memory import TILE_ROWS, TILE_TOKENS, Geometry
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import ceil_div
 from vllm_kvplug.policies.selecting import SelectingPolicy
+from vllm_kvplug.quant.grids import load_grid
 from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.selection import SelectionPlan
+from vllm_kvplug.tiers.codecs import HIGGS_BITS
 from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.tiers.ledger import HOST_SLOT
@@ -60,6 +63,7 @@ class TokenSelector:
         self.layouts = torch.zeros((rows, 4), dtype=torch.int64, device=device)
         most = ceil_div(geometry.max_tokens, self.landmarks.tokens), ceil_div(geometry.max_tokens, HOST_SLOT)
         self.blocks, self.host_slots = (torch.zeros((rows, n), dtype=torch.int64, device=device) for n in most)
+        self._grid = load_grid(HIGGS_BITS, device) if host.codec.name == "higgs4" else None
         self._heads = torch.arange(geometry.heads, device=device)
         self._widths = Widths()
 
@@ -199,12 +203,11 @@ class TokenSelector:
         """Bring tokens from the host to token slots `where`, int64 [rows, heads, n] as `position` is, where `on`."""
         position = torch.where(on, position, 0)
         slot = self.host_slots[slots[:, None, None], position // HOST_SLOT]
-        source = (slot * self.geometry.heads + heads[:, None]) * HOST_SLOT + position % HOST_SLOT
-        position, where, source = position[on], where[on], source[on]
-        key, value = self.host.codec.decode(self.host.rows[source]).chunk(2, -1)
-        key = self.rotary.rotate(key, position).to(value.dtype)
-        self.pool.put(where, torch.cat([key, value], -1))
-        self.tables.set_positions(where, position)
+        row = torch.where(on, (slot * self.geometry.heads + heads[:, None]) * HOST_SLOT + position % HOST_SLOT, -1)
+        lists = row.flatten(), position.flatten(), where.flatten()
+        how = self.rotary.frequencies, self._grid, self.pool.dtype
+        ops.fetch_tokens(self.pool.pages, self.host.rows, *lists, *how)
+        self.tables.set_positions(torch.where(on, where, -1), position)
 
     def _upload(self, values: torch.Tensor) -> torch.Tensor:
         device = self._heads.device
