@@ -50,7 +50,13 @@ def test_pages_score_as_their_keys(name: str, dim: int, itemsize: int, tokens: i
     encoded = pages.encode(keys)
     assert encoded.dtype == torch.uint8 and encoded.shape == (3, -(-tokens // pages.tokens), pages.page_bytes)
     expected = query @ decoded(name, keys).transpose(-1, -2)
-    assert torch.allclose(pages.score(query, encoded)[..., :tokens], expected, atol=1e-4, rtol=1e-4)
+    # Two rows, the pages of all heads in any order, and pages of others between them.
+    order = torch.randperm(3 * encoded.shape[1] + 4, generator=generator)[: 3 * encoded.shape[1]]
+    pool = torch.full((len(order) + 4, pages.page_bytes), 255, dtype=torch.uint8)
+    pool[order] = encoded.flatten(0, 1)
+    page = order.view(1, 3, -1).expand(2, -1, -1)
+    found = pages.score(torch.stack([query, -query]), pool, page)[..., :tokens]
+    assert torch.allclose(found, torch.stack([expected, -expected]), atol=1e-4, rtol=1e-4)
 
 
 def test_bytes_of_landmarks() -> None:

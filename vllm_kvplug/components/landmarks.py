@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from vllm_kvplug import ops
 from vllm_kvplug.quant.grids import CODES
 from vllm_kvplug.quant.higgs import Higgs
 from vllm_kvplug.quant.residual import MEAN_KEYS, ResidualCodes, ResidualHiggs, group_means, spread
@@ -31,11 +32,8 @@ class Landmarks(Protocol):
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         """keys [..., T, d] after RoPE, T a multiple of 8 -> the parts of a page, each uint8 [..., bytes]."""
 
-    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        """query float32 [..., G, d] of the G queries of a KV head, parts as above -> float32 [..., G, T]."""
-
-    def part_bytes(self, tokens: int) -> list[int]:
-        """Of the parts of a page of so many tokens."""
+    def score(self, query: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, tokens: int) -> torch.Tensor:
+        """As `LandmarkPages.score`, of `tokens` tokens in each page."""
 
 
 class HiggsLandmarks:
@@ -48,15 +46,14 @@ class HiggsLandmarks:
         self.group_bytes = GROUP * (self.higgs.pieces + 2)
         self.query_bytes = table_bytes(self.higgs)
 
-    def part_bytes(self, tokens: int) -> list[int]:
-        return [tokens * self.higgs.pieces, tokens * 2]
-
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         return [_bytes(part) for part in self.higgs.encode(keys)]
 
-    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        codes, scale = parts
-        return self.higgs.scores(self.higgs.lut(query), codes.unflatten(-1, (-1, self.higgs.pieces)), _halves(scale))
+    def score(self, query: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, tokens: int) -> torch.Tensor:
+        shape = (*query.shape[:-1], page.shape[-1] * tokens)
+        out = torch.empty(shape, dtype=torch.float32, device=query.device)
+        ops.landmark_scores(out, self.higgs.lut(query).contiguous(), pages, page.contiguous(), tokens)
+        return out
 
 
 class ResidualLandmarks:
@@ -69,16 +66,13 @@ class ResidualLandmarks:
         self.group_bytes = self.residual.coarse.pieces + 2 + GROUP * (self.residual.fine.pieces + 2)
         self.query_bytes = table_bytes(self.residual.coarse) + table_bytes(self.residual.fine)
 
-    def part_bytes(self, tokens: int) -> list[int]:
-        groups = tokens // GROUP
-        return [groups * self.residual.coarse.pieces, groups * 2, tokens * self.residual.fine.pieces, tokens * 2]
-
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         return [_bytes(part) for part in self.residual.encode(keys)]
 
-    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        means, mean_scale, codes, scale = parts
-        coarse, fine = self.residual.coarse.pieces, self.residual.fine.pieces
+    def score(self, query: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, tokens: int) -> torch.Tensor:
+        coarse, fine, groups = self.residual.coarse.pieces, self.residual.fine.pieces, tokens // GROUP
+        sizes = [groups * coarse, groups * 2, tokens * fine, tokens * 2]
+        means, mean_scale, codes, scale = _parts(pages[page], sizes)
         keys = ResidualCodes(
             means.unflatten(-1, (-1, coarse)), _halves(mean_scale), codes.unflatten(-1, (-1, fine)), _halves(scale)
         )
@@ -95,14 +89,12 @@ class MeanLandmarks:
         self.group_bytes = 2 * head_dim
         self.query_bytes = 4 * head_dim
 
-    def part_bytes(self, tokens: int) -> list[int]:
-        return [tokens // GROUP * 2 * self.head_dim]
-
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         return [_bytes(group_means(keys.float()).half())]
 
-    def score(self, query: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
-        means = _halves(parts[0]).unflatten(-1, (-1, self.head_dim)).float()
+    def score(self, query: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, tokens: int) -> torch.Tensor:
+        (means,) = _parts(pages[page], [tokens // GROUP * 2 * self.head_dim])
+        means = _halves(means).unflatten(-1, (-1, self.head_dim)).float()
         scores = query @ means.transpose(-1, -2)
         return spread(scores.unsqueeze(-1), scores.shape[-1] * GROUP).squeeze(-1)
 
@@ -122,7 +114,6 @@ class LandmarkPages:
         self.page_bytes = page_bytes
         self.tokens = page_bytes // self.format.group_bytes * GROUP
         """Tokens whose landmarks fit in a page."""
-        self._parts = self.format.part_bytes(self.tokens)
 
     def encode(self, keys: torch.Tensor) -> torch.Tensor:
         """keys [H, n, d] after RoPE -> uint8 [H, ceil(n / tokens), page_bytes]. The last key fills up the last page."""
@@ -131,16 +122,12 @@ class LandmarkPages:
         parts = torch.cat(self.format.encode(filled), -1)
         return F.pad(parts, (0, self.page_bytes - parts.shape[-1]))
 
-    def score(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Dot products with the keys that landmarks stand for, float32 [..., G, M * tokens].
+    def score(self, query: torch.Tensor, pages: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        """Dot products with the keys that landmarks stand for, float32 [R, H, G, M * tokens].
 
-        query [..., G, d]; pages uint8 [..., M, page_bytes].
+        query [R, H, G, d]; pages uint8 [N, page_bytes]; page int64 [R, H, M], the pages of each row and head, in order.
         """
-        count, parts = pages.shape[-2], pages[..., : sum(self._parts)].split(self._parts, -1)
-        joined = [part.reshape(*part.shape[:-2], -1) for part in parts]
-        scores = self.format.score(query.float(), joined)
-        assert scores.shape[-1] == count * self.tokens
-        return scores
+        return self.format.score(query.float(), pages, page, self.tokens)
 
 
 def table_bytes(higgs: Higgs) -> int:
@@ -155,3 +142,8 @@ def _bytes(part: torch.Tensor) -> torch.Tensor:
 
 def _halves(part: torch.Tensor) -> torch.Tensor:
     return part.contiguous().view(torch.float16)
+
+
+def _parts(pages: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """pages uint8 [..., M, page_bytes] -> their parts of so many bytes, those of all M together: [..., M * size]."""
+    return [part.flatten(-2) for part in pages[..., : sum(sizes)].split(sizes, -1)]

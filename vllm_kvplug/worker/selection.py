@@ -171,8 +171,8 @@ class TokenSelector:
         heads = self._heads[layer * g.kv_heads : (layer + 1) * g.kv_heads]
         stay, selected, landmarks, excluded = (n[:, None, None] for n in self.layouts[slots].unbind(1))
         blocks = self.blocks[slots, : width.pages]
-        pages = self.pool.bytes[blocks[:, None] * g.heads + heads[:, None]]  # [rows, KV heads, pages, bytes]
-        scores = self.landmarks.score(query.unflatten(1, (g.kv_heads, -1)), pages) * g.scale
+        pages = blocks[:, None] * g.heads + heads[:, None]  # [rows, KV heads, pages]
+        scores = self.landmarks.score(query.unflatten(1, (g.kv_heads, -1)), self.pool.bytes, pages) * g.scale
         tokens = scores.shape[-1]
         there = torch.arange(tokens, device=query.device) < landmarks  # [rows, 1, tokens]
         weights = group_attention(scores, there.expand(-1, g.kv_heads, -1))
