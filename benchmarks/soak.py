@@ -1,6 +1,6 @@
-"""Random requests against a pool and a host tier that are too small, under HeteroCache with retrieval.
+"""Random requests against a pool and a host tier that are too small, under HeteroCache with retrieval or YAKV.
 
-    python -m benchmarks.soak --out FILE [--requests 300] [--seed 0]
+    python -m benchmarks.soak --out FILE [--policy heterocache] [--requests 300] [--seed 0]
 
 Requests of 1 to 1,500 tokens come at random with random options (budget, protected ranges, off), and some are
 aborted at a random step. After every step all pages that belong to nobody are filled with NaN, and those that
@@ -31,8 +31,11 @@ from vllm_kvplug.tiny import VOCAB
 
 MAX_LEN, MOST_TOKENS = 1616, 110
 BLOCKS = 112  # two long requests do not fit
-HOST_GIB = 0.0034  # nor do all their satellites on the host
-KNOBS = {"rho": 0.6, "tau_drift": 0.42, "land_after": 2, "fetch_mib_per_step": 0.25}
+HOST_GIB = {"heterocache": 0.0034, "yakv": 0.0009}  # nor does what they keep on the host
+KNOBS = {
+    "heterocache": {"rho": 0.6, "tau_drift": 0.42, "land_after": 2, "fetch_mib_per_step": 0.25},
+    "yakv": {"ratio": 0.1, "sinks": 2, "local": 32},
+}
 
 
 @dataclass
@@ -83,11 +86,12 @@ def random_options(draw: random.Random, length: int) -> dict[str, Any]:
 
 
 @contextmanager
-def soaked_engine(model: Path, **limits: Any) -> Iterator[Any]:
-    profile = write_profile(model, model.parent / "profile.json")
+def soaked_engine(model: Path, policy: str, **limits: Any) -> Iterator[Any]:
     common = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "max_model_len": MAX_LEN}
-    knobs = {**KNOBS, "profile": str(profile), "host_gib": limits.pop("host_gib")}
-    with engine(str(model), **common, kv_policy="heterocache", kv_policy_config=knobs, **limits) as llm:
+    knobs = {**KNOBS[policy], "host_gib": limits.pop("host_gib")}
+    if policy == "heterocache":
+        knobs["profile"] = str(write_profile(model, model.parent / "profile.json"))
+    with engine(str(model), **common, kv_policy=policy, kv_policy_config=knobs, **limits) as llm:
         yield llm
 
 
@@ -189,8 +193,8 @@ def left_behind(llm: Any) -> dict[str, int]:
     state, pool = runtime(llm), scheduler(llm).kv_cache_manager.block_pool
     return {
         "leaked_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-        "leaked_host_slots": state.retriever.host.used + scheduler(llm)._head_pages.host.used,
-        "leaked_staging": len(state.retriever.staging._taken),
+        "leaked_host_slots": state.offloader.host.used + scheduler(llm)._head_pages.host.used,
+        "leaked_staging": len(state.retriever.staging._taken) if state.retriever else 0,
         "leaked_requests": len(state.live),
     }
 
@@ -220,15 +224,15 @@ def mismatched(llm: Any, jobs: list[Job]) -> list[int]:
     return wrong
 
 
-def soak(count: int, seed: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def soak(count: int, seed: int, policy: str = "heterocache") -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics, and a row for every mismatched job."""
     jobs = random_jobs(count, seed)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         limits = {"num_gpu_blocks_override": BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 256}
-        with soaked_engine(model, host_gib=HOST_GIB, **limits) as llm:
+        with soaked_engine(model, policy, host_gib=HOST_GIB[policy], **limits) as llm:
             counted = {**serve(llm, jobs), **left_behind(llm)}
-        with soaked_engine(model, host_gib=0.05, max_num_seqs=8, max_num_batched_tokens=256) as llm:
+        with soaked_engine(model, policy, host_gib=0.05, max_num_seqs=8, max_num_batched_tokens=256) as llm:
             wrong = mismatched(llm, jobs)
     completed = [job for job in jobs if job.answer is not None and len(job.answer) == job.tokens]
     metrics = {"requests": count, "completed": len(completed), "refused": sum(job.refused for job in jobs)}
@@ -240,10 +244,11 @@ def soak(count: int, seed: int) -> tuple[dict[str, float], list[dict[str, Any]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--policy", choices=list(KNOBS), default="heterocache")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    report.write(args.out, report.result("soak", *soak(args.requests, args.seed)))
+    report.write(args.out, report.result("soak", *soak(args.requests, args.seed, args.policy)))
 
 
 if __name__ == "__main__":

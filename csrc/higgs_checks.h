@@ -56,4 +56,28 @@ inline void check_higgs_scores(const at::Tensor& out, const at::Tensor& lut, con
               "higgs_scores: all tensors must be on one device");
 }
 
+inline void check_landmark_scores(const at::Tensor& out, const at::Tensor& lut, const at::Tensor& pages,
+                                  const at::Tensor& page, int64_t page_tokens) {
+  TORCH_CHECK(lut.dim() == 5 && lut.size(3) % 4 == 0 && lut.size(4) == kHiggsCodes && lut.scalar_type() == at::kFloat &&
+                  lut.is_contiguous(),
+              "landmark_scores: lut must be contiguous float32 [R, H, G, P, ", kHiggsCodes, "], P a multiple of 4, got ",
+              lut.scalar_type(), " ", lut.sizes());
+  TORCH_CHECK(page_tokens > 0 && page_tokens % 2 == 0, "landmark_scores: page_tokens must be even, got ", page_tokens);
+  TORCH_CHECK(pages.dim() == 2 && pages.scalar_type() == at::kByte && pages.is_contiguous() && pages.size(1) % 4 == 0 &&
+                  pages.size(1) >= page_tokens * (lut.size(3) + 2),
+              "landmark_scores: pages must be contiguous uint8 [N, bytes] with room for ", page_tokens, " keys, got ",
+              pages.scalar_type(), " ", pages.sizes());
+  TORCH_CHECK(page.dim() == 3 && page.size(0) == lut.size(0) && page.size(1) == lut.size(1) &&
+                  page.scalar_type() == at::kLong && page.is_contiguous(),
+              "landmark_scores: page must be contiguous int64 [R, H, M], R and H as in lut ", lut.sizes(), ", got ",
+              page.scalar_type(), " ", page.sizes());
+  TORCH_CHECK(out.dim() == 4 && out.size(0) == lut.size(0) && out.size(1) == lut.size(1) &&
+                  out.size(2) == lut.size(2) && out.size(3) == page.size(2) * page_tokens &&
+                  out.scalar_type() == at::kFloat && out.is_contiguous(),
+              "landmark_scores: out must be contiguous float32 [R, H, G, M * page_tokens], got ", out.scalar_type(), " ",
+              out.sizes());
+  TORCH_CHECK(lut.device() == out.device() && pages.device() == out.device() && page.device() == out.device(),
+              "landmark_scores: all tensors must be on one device");
+}
+
 }  // namespace kvplug

@@ -17,4 +17,8 @@ TORCH_LIBRARY(vllm_kvplug, m) {
   m.def("higgs_encode(Tensor(a!) codes, Tensor(b!) scale, Tensor x, Tensor grid) -> ()");
   m.def("higgs_decode(Tensor(a!) out, Tensor codes, Tensor scale, Tensor grid) -> ()");
   m.def("higgs_scores(Tensor(a!) out, Tensor lut, Tensor codes, Tensor scale) -> ()");
+  m.def("landmark_scores(Tensor(a!) out, Tensor lut, Tensor pages, Tensor page, int page_tokens) -> ()");
+  m.def(
+      "fetch_tokens(Tensor(a!) pool, Tensor rows, Tensor source, Tensor position, Tensor dest, Tensor frequencies, "
+      "Tensor? grid, ScalarType dtype) -> ()");
 }

@@ -145,6 +145,16 @@ def rkv(budget: int) -> Case:
     return Case(f"rkv-{budget}", "rkv", {"decode_budget": budget}, Full())
 
 
+def yakv() -> Case:
+    """With a budget that holds everything; with others: test_engine_yakv."""
+    return Case("yakv-1", "yakv", {"ratio": 1, "codec": "auto", "host_gib": 0.05}, Full())
+
+
+def quest() -> Case:
+    """With a budget that holds everything; with others: test_engine_quest."""
+    return Case("quest-1", "quest", {"ratio": 1}, Full())
+
+
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
     """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's.
 

@@ -62,6 +62,8 @@ def assert_idle(llm: Any) -> None:
     assert sorted(state._free_slots) == list(range(state.geometry.max_requests))
     assert int(state.tables._num_free) == state.tables.sizes.chunks
     assert not manager.req_to_blocks and not manager._admitted and not manager.host._reserved
+    if state.offloader:
+        assert state.offloader.host.used == 0
     if state.retriever:
-        assert state.retriever.host.used == 0 and not state.retriever.staging._taken
+        assert not state.retriever.staging._taken
         assert not any(flight.pieces for flight, *_ in state.retriever._held_back)

@@ -18,10 +18,12 @@ from cases import (
     heterocache,
     knorm,
     oracle,
+    quest,
     random_keep,
     rkv,
     snapkv,
     streaming,
+    yakv,
 )
 from engine_tools import (
     Ask,
@@ -50,6 +52,8 @@ CASES = [
     heterocache("two-pivots", TWO_PIVOTS, 1),
     oracle(),
     rkv(1600),
+    yakv(),
+    quest(),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]
 CROWD_STEPS = 80  # 8 x 34 blocks at the end: more than the pool

@@ -72,6 +72,8 @@ KNOBS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {"window": 124},
     "snapkv": {"ratio": 0.3},
     "heterocache": {"rho": 0.6, "host_gib": 0.05},
+    "yakv": {"ratio": 0.1, "local": 16, "host_gib": 0.05},
+    "quest": {"ratio": 0.1},
 }
 
 
@@ -83,7 +85,7 @@ def test_an_engine_does_what_was_foretold(name: str, tiny_model_dir: Path, tmp_p
     if name == "heterocache":
         model = make_model(tmp_path)
         knobs["profile"] = str(write_profile(model, tmp_path / "profile.json"))
-    engine = replace(ENGINE, shape=planning.model_shape(planning.model_config(str(model)), "tiny", 1))
+    engine = replace(ENGINE, shape=planning.model_shape(planning.model_config(str(model)), "tiny", 1, 4))
     policy = make_policy(name, knobs, engine.shape)
     told = planning.forecast(policy, engine, CONTEXT, MOST, AVAILABLE)
     asked = planning.forecast(policy, engine, PROMPT, MOST, AVAILABLE)
@@ -93,7 +95,7 @@ def test_an_engine_does_what_was_foretold(name: str, tiny_model_dir: Path, tmp_p
     assert seen.concurrency == pytest.approx(told.max_concurrency)
     assert max(seen.held) == asked.prompt_blocks
     assert asked.decode_blocks in seen.held
-    assert (asked.decode_blocks < asked.prompt_blocks) == (name != "streaming")
+    assert (asked.decode_blocks < asked.prompt_blocks) == (name not in ("streaming", "quest"))
 
 
 # ------------------------------------------------------------------------------------------ by hand

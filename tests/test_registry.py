@@ -156,6 +156,14 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "wgkv+snapkv": [{"gate": write}, {"gate": write, "budget": 16, "queries": 1, "window": 1, "kernel": 1}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
+        "quest": [{}, {"ratio": 0.001, "dense_layers": 0}, {"budget_tokens": 1}],
+        "shadowkv_landmarks": [{}, {"ratio": 1}, {"min_tokens": 1, "max_tokens": 3, "local": 1, "sinks": 2}],
+        "yakv": [
+            {},
+            {"ratio": 1},
+            {"sinks": 9, "local": 1, "min_tokens": 1, "max_tokens": 5},
+            {"landmarks": "residual"},
+        ],
         "streaming": [{}, {"sinks": 0, "window": 1}],
         "synthetic": [{}, {"ratio": 0.001, "full_heads": 0}, {"ratio": 1, "full_heads": 1}, {"seed": 7}],
         "heterocache": [
@@ -185,7 +193,7 @@ def test_kept_is_within_the_prompt(tmp_path: Path, name: str, shape: ModelShape)
         policy = make_policy(name, knobs, shape)
         assert policy.name == name and policy.summary()
         if not policy.evicts:
-            assert policy.ring is not None
+            assert policy.ring is not None or policy.page_selection is not None
             continue
         if policy.shares_budget:
             check_cuts(policy)
@@ -223,7 +231,7 @@ def test_scores_rank_every_token(tmp_path: Path, name: str, tokens: int):
     """Rank 1 of 2: KV heads 2 and 3 of 4, each with 3 query heads."""
     for knobs in knobs_of(tmp_path, TP_SHAPE)[name]:
         policy = make_policy(name, knobs, TP_SHAPE)
-        if not policy.evicts:
+        if not policy.evicts or policy.selects:
             continue
         if policy.gated:
             check_gate(policy, tokens)

@@ -105,6 +105,7 @@ def model_shape(vllm_config: Any) -> ModelShape:
         fingerprint=model_fingerprint(model.hf_text_config),
         name=str(model.model),
         rotary=rotary_angles(model.hf_text_config),
+        page_itemsize=page_dtype(vllm_config).itemsize,
     )
 
 

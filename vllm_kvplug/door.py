@@ -52,10 +52,10 @@ def check_request(
     need = max(served.host_slots(options.prefill_end(tokens)) for tokens in (prompt_len, longest))
     capacity = policy.host_capacity(itemsize)
     if need > capacity:
+        instead = ", or set it to 0, which turns retrieval off" if policy.retrieval else ""
         raise OptionError(
             f"a request of up to {longest} tokens needs {need} slots of host memory per rank and host_gib="
-            f"{policy.config.host_gib:g} has {capacity}: lower max_tokens, raise host_gib in {CONFIG_FLAG}, or set it "
-            "to 0, which turns retrieval off"
+            f"{policy.config.host_gib:g} has {capacity}: lower max_tokens, or raise host_gib in {CONFIG_FLAG}{instead}"
         )
 
 

@@ -14,13 +14,18 @@ from vllm_kvplug.components.redundancy import ROWS
 from vllm_kvplug.kernels.hopper import PART_INTS
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
-from vllm_kvplug.placement.tables import TableSizes
+from vllm_kvplug.placement.tables import CHUNK, TableSizes
 from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.shape import PAGE, ModelShape
+from vllm_kvplug.tiers.ledger import HOST_SLOT
 
 SPLIT_WINDOWS = 4
 """Prompts split inside their query window at once that start-up reserves memory for; more are allocated."""
+
+TILE_TOKENS, TILE_ROWS = 1 << 17, 32
+"""Rows of queries that select are served together while they are so few, and have so many landmarks in a head."""
 
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
@@ -119,11 +124,15 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
     places = max_batch * (8 * geometry.heads + policy.gate_columns(geometry.kv_heads) * geometry.dtype.itemsize)
     windows = recent_query_bytes if policy.shares_budget else query_window_bytes
     return Charges(
-        tables=sizes.fixed_bytes() + places + plan_bytes,
+        tables=sizes.fixed_bytes()
+        + bound_bytes(policy, geometry)
+        + places
+        + plan_bytes
+        + selecting_table_bytes(policy, geometry),
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
         workspace=workspace_bytes(policy, geometry) + drift_bytes(policy, geometry) + max_batch * scratch,
-        per_block=sizes.bytes_per_block(),
+        per_block=sizes.bytes_per_block() + geometry.heads * bound_bytes(policy, geometry),
     )
 
 
@@ -204,10 +213,12 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
+    if policy.page_selection is not None:
+        return max(attending, page_selecting_bytes(policy, g))
     if not policy.evicts:
         return attending
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return max(attending, packing_bytes(g), judging_bytes(policy, g))
+    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g))
 
 
 def packing_bytes(geometry: Geometry) -> int:
@@ -238,3 +249,38 @@ def _judged_tokens(cuts: Cuts, most: int) -> int:
     """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
     uncapped = isinstance(cuts, AdmissionCuts) and not cuts.bounded
     return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most
+
+
+def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """By request and for padding rows: counts, blocks of landmarks, and slots on the host."""
+    if not isinstance(policy, SelectingPolicy):
+        return 0
+    lists = ceil_div(geometry.max_tokens, policy.landmark_pages.tokens), ceil_div(geometry.max_tokens, HOST_SLOT)
+    return (geometry.max_requests + 1) * (4 + sum(lists)) * 8
+
+
+def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """One layer: making the longest prompt's landmarks, or a tile of rows that select."""
+    if not isinstance(policy, SelectingPolicy):
+        return 0
+    g, landmarks = geometry, policy.landmark_pages
+    making = g.kv_heads * g.max_tokens * (4 * g.head_dim * (g.dtype.itemsize + landmarks.format.float_copies) + 32)
+    longest, rows = ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, min(TILE_ROWS, g.max_requests)
+    tokens = max(longest, min(TILE_TOKENS, rows * longest))
+    copies = 3 * landmarks.page_bytes // landmarks.tokens
+    selected = policy.selection.tokens(g.max_tokens) * g.kv_heads * (96 + 8 * g.head_dim)
+    scored = tokens * (g.kv_heads * (copies + 48) + 16 * g.query_heads)
+    return max(making, scored + rows * (g.query_heads * landmarks.format.query_bytes + selected))
+
+
+def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """The bounds of a page's keys."""
+    return 2 * geometry.head_dim * geometry.dtype.itemsize if policy.page_selection is not None else 0
+
+
+def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+    """One layer: bounds, ids and scores of a tile's pages, and tables of the pages that all rows attend to."""
+    g, longest = geometry, ceil_div(geometry.max_tokens, PAGE)
+    tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
+    scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
+    return tile * scored + g.max_requests * g.kv_heads * 24 * (policy.attended_pages(g.max_tokens) + CHUNK)

@@ -38,7 +38,7 @@ def load_library() -> str:
             how = f"{built.name} does not load with torch {torch.__version__}: {error}"
             _build_library(how)
     names = ("kv_write", "decode_attention", "decode_plan", "decode_attention_planned")
-    for name in (*names, "higgs_encode", "higgs_decode", "higgs_scores"):
+    for name in (*names, "higgs_encode", "higgs_decode", "higgs_scores", "landmark_scores", "fetch_tokens"):
         # The ops only write into arguments: under fake tensors there is nothing to compute.
         torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None)
     return how
@@ -373,3 +373,52 @@ def higgs_scores(out: torch.Tensor, lut: torch.Tensor, codes: torch.Tensor, scal
     """
     load_library()
     torch.ops.vllm_kvplug.higgs_scores(out, lut, codes, scale)
+
+
+def landmark_scores(
+    out: torch.Tensor, lut: torch.Tensor, pages: torch.Tensor, page: torch.Tensor, page_tokens: int
+) -> None:
+    """As `higgs_scores`, for keys whose codes lie in pages, codes first and scales behind them; all rows in one launch.
+
+    Args:
+        out: float32 [R, H, G, M * page_tokens], written in place, contiguous.
+        lut: float32 [R, H, G, P, 256], contiguous, P a multiple of 4.
+        pages: uint8 [N, bytes], contiguous: `page_tokens` codes of P bytes and as many float16 scales in each.
+        page: int64 [R, H, M], contiguous: the pages of each row and head, in order.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes, strides or devices; tables too large, as in `higgs_scores`.
+        IndexError: on the CPU, a page that is not there. On CUDA it stops the kernel.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.landmark_scores(out, lut, pages, page, page_tokens)
+
+
+def fetch_tokens(
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    source: torch.Tensor,
+    position: torch.Tensor,
+    dest: torch.Tensor,
+    frequencies: torch.Tensor,
+    grid: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> None:
+    """Put tokens that lie in CPU memory in pages: decode K and V, and turn K by RoPE to its position.
+
+    Args:
+        pool: [P, 16, 2*D], written in place; of `dtype`, or float8_e4m3fn, where what exceeds 448 becomes that.
+        rows: uint8 [N, bytes] in CPU memory, pinned if the pool is on CUDA: K before RoPE and V, as `Codec.encode`
+            gives them in "higgs4", or in "auto" if `grid` is None.
+        source, position, dest: int64 [n], contiguous: of each token its row, -1 for nothing, its position in the
+            sequence and its token slot. Slots must not repeat.
+        frequencies: float32 [r / 2]: by how much a position turns pair (i, i + r / 2).
+        grid: float16 [256, 2], the grid of 4 bits; or None.
+        dtype: of K and V: float32, bfloat16 or float16.
+
+    Raises:
+        RuntimeError: wrong shapes, dtypes or devices.
+        IndexError: on the CPU, a row or slot that is not there. On CUDA it stops the kernel.
+    """
+    load_library()
+    torch.ops.vllm_kvplug.fetch_tokens(pool, rows, source, position, dest, frequencies, grid, dtype)

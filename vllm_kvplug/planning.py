@@ -86,7 +86,7 @@ def forecast(policy: Policy[Any] | None, engine: Engine, context: int, most: int
     prompt, decode = plan.prompt_blocks(context), plan.decode_blocks(context, context)
     usable = max(blocks - 1, 0)
     limits = [engine.max_requests, *_host_limit(policy, engine, context)]
-    host = policy.host_slot_bytes(engine.dtype.itemsize) if policy and policy.retrieval else 0
+    host = policy.host_slot_bytes(engine.dtype.itemsize) if policy and policy.offloads else 0
     return Forecast(
         policy="stock" if policy is None else policy.name,
         context=context,
@@ -143,7 +143,7 @@ def model_config(model: str) -> Any:
         raise PolicyError(f"{model}: {str(error).strip().splitlines()[0]}") from None
 
 
-def model_shape(config: Any, name: str, tensor_parallel: int) -> ModelShape:
+def model_shape(config: Any, name: str, tensor_parallel: int, page_itemsize: int = 2) -> ModelShape:
     """The shape of a config's text model; PolicyError where tensor parallelism would cut a KV head."""
     text = config.get_text_config()
     layers, kv_heads, query_heads, head_dim = kv_shape(text)
@@ -152,7 +152,8 @@ def model_shape(config: Any, name: str, tensor_parallel: int) -> ModelShape:
             f"--tensor-parallel {tensor_parallel} does not divide {query_heads} query heads and {kv_heads} KV heads"
         )
     fingerprint, rotary = model_fingerprint(text), rotary_angles(text)
-    return ModelShape(layers, kv_heads, query_heads, head_dim, tensor_parallel, fingerprint, name, rotary)
+    heads = layers, kv_heads, query_heads, head_dim
+    return ModelShape(*heads, tensor_parallel, fingerprint, name, rotary, page_itemsize)
 
 
 def weight_bytes(model: str, config: Any, dtype: torch.dtype) -> int:

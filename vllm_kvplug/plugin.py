@@ -341,7 +341,7 @@ def _log_plan(vllm_config: Any, policy: Policy[Any]) -> None:
         plan.prompt_blocks(length),
         plan.decode_blocks(length, length),
     )
-    if policy.retrieval is None:
+    if not policy.offloads:
         return
     itemsize = vllm_config.model_config.dtype.itemsize
     need, capacity = policy.host_slots(length), policy.host_capacity(itemsize)
@@ -355,7 +355,8 @@ def _log_plan(vllm_config: Any, policy: Policy[Any]) -> None:
     if longest < length:
         logger.warning(
             "Requests that may grow beyond %d tokens will be refused: the host tier cannot hold them. Raise host_gib "
-            "in %s, or set it to 0, which turns retrieval off.",
+            "in %s%s.",
             longest,
             CONFIG_FLAG,
+            ", or set it to 0, which turns retrieval off" if policy.retrieval else "",
         )

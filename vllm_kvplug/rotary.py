@@ -39,6 +39,13 @@ def unrotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + second * sin, second * cos - first * sin, rest], dim=-1)
 
 
+def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """What `unrotate` takes back: keys [..., tokens, d] before RoPE -> rotated, in float32."""
+    half = cos.shape[-1]
+    first, second, rest = keys.float().split([half, half, keys.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
 @dataclass(frozen=True, eq=False)
 class Rotary:
     """RoPE of one model: inverse frequencies [r/2] and the factor that cos and sin are multiplied by."""
@@ -76,6 +83,10 @@ class Rotary:
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """keys [..., tokens, d] at positions [tokens] -> keys before RoPE, float32."""
         return unrotate(keys, *self.cos_sin(positions))
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """keys [..., tokens, d] before RoPE -> as they are at positions [tokens], float32."""
+        return rotate(keys, *self.cos_sin(positions))
 
 
 def rotary_angles(hf_config: Any) -> tuple[float, ...]:

@@ -78,12 +78,39 @@ void higgs_scores(const at::Tensor& out, const at::Tensor& lut, const at::Tensor
   });
 }
 
+void landmark_scores(const at::Tensor& out, const at::Tensor& lut, const at::Tensor& pages, const at::Tensor& page,
+                     int64_t page_tokens) {
+  check_landmark_scores(out, lut, pages, page, page_tokens);
+  const int64_t queries = lut.size(2), per_head = page.size(2), tokens = out.size(3);
+  const int pieces = static_cast<int>(lut.size(3));
+  const float* lut_data = lut.const_data_ptr<float>();
+  const uint8_t* page_data = pages.const_data_ptr<uint8_t>();
+  const int64_t* ids = page.const_data_ptr<int64_t>();
+  float* out_data = out.mutable_data_ptr<float>();
+  at::parallel_for(0, page.numel(), std::max<int64_t>(kScoreGrain / page_tokens, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      TORCH_CHECK_INDEX(ids[item] >= 0 && ids[item] < pages.size(0), "landmark_scores: page ", ids[item],
+                        " is outside a pool of ", pages.size(0));
+      const uint8_t* codes = page_data + ids[item] * pages.size(1);
+      const auto* scale = reinterpret_cast<const at::Half*>(codes + page_tokens * pieces);
+      const int64_t head = item / per_head, first = item % per_head * page_tokens;
+      for (int64_t query = head * queries; query < (head + 1) * queries; ++query) {
+        for (int64_t token = 0; token < page_tokens; ++token) {
+          out_data[query * tokens + first + token] = score_key(
+              lut_data + query * pieces * kHiggsCodes, codes + token * pieces, pieces, static_cast<float>(scale[token]));
+        }
+      }
+    }
+  });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(vllm_kvplug, CPU, m) {
   m.impl("higgs_encode", &higgs_encode);
   m.impl("higgs_decode", &higgs_decode);
   m.impl("higgs_scores", &higgs_scores);
+  m.impl("landmark_scores", &landmark_scores);
 }
 
 }  // namespace kvplug

@@ -13,23 +13,6 @@
 namespace kvplug {
 namespace {
 
-// Calls run(Width<group>{}); the checks have refused everything else.
-template <typename Run>
-void dispatch_group(int64_t group, const Run& run) {
-  switch (group) {
-    case 16:
-      return run(Width<16>{});
-    case 32:
-      return run(Width<32>{});
-    case 64:
-      return run(Width<64>{});
-    case 128:
-      return run(Width<128>{});
-    default:
-      return run(Width<256>{});
-  }
-}
-
 unsigned blocks_for(int64_t rows) {
   return static_cast<unsigned>((rows + kHiggsWarps - 1) / kHiggsWarps);
 }
@@ -90,12 +73,32 @@ void higgs_scores(const at::Tensor& out, const at::Tensor& lut, const at::Tensor
   C10_CUDA_CHECK(launch_higgs_scores(args, c10::cuda::getCurrentCUDAStream()));
 }
 
+void landmark_scores(const at::Tensor& out, const at::Tensor& lut, const at::Tensor& pages, const at::Tensor& page,
+                     int64_t page_tokens) {
+  check_landmark_scores(out, lut, pages, page, page_tokens);
+  const c10::cuda::CUDAGuard guard(out.device());
+  LandmarkScoresArgs<at::Half> args;
+  args.out = out.mutable_data_ptr<float>();
+  args.lut = lut.const_data_ptr<float>();
+  args.bytes = pages.const_data_ptr<uint8_t>();
+  args.page = page.const_data_ptr<int64_t>();
+  args.heads = lut.size(0) * lut.size(1);
+  args.queries = lut.size(2);
+  args.pages = page.size(2);
+  args.num_pages = pages.size(0);
+  args.page_bytes = pages.size(1);
+  args.pieces = static_cast<int>(lut.size(3));
+  args.page_tokens = static_cast<int>(page_tokens);
+  C10_CUDA_CHECK(launch_landmark_scores(args, c10::cuda::getCurrentCUDAStream()));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(vllm_kvplug, CUDA, m) {
   m.impl("higgs_encode", &higgs_encode);
   m.impl("higgs_decode", &higgs_decode);
   m.impl("higgs_scores", &higgs_scores);
+  m.impl("landmark_scores", &landmark_scores);
 }
 
 }  // namespace kvplug

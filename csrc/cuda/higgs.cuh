@@ -189,6 +189,73 @@ __global__ void __launch_bounds__(kScoreThreads) higgs_scores_kernel(HiggsScores
   }
 }
 
+template <typename Half>
+struct LandmarkScoresArgs {
+  float* out;            // [rows * heads, queries, pages * page_tokens]
+  const float* lut;      // [rows * heads, queries, pieces, 256]
+  const uint8_t* bytes;  // [num_pages, page_bytes]
+  const int64_t* page;   // [rows * heads, pages]
+  int64_t heads, queries, pages, num_pages, page_bytes;
+  int pieces, page_tokens;
+};
+
+constexpr int kLandmarkPages = 16;  // of a block, so that loading its table is little beside scoring
+
+// Block (x, y): pages from x * kLandmarkPages, query y among all rows' and heads', its table in shared memory.
+template <typename Half>
+__global__ void __launch_bounds__(kScoreThreads) landmark_scores_kernel(LandmarkScoresArgs<Half> args) {
+  extern __shared__ float lut[];
+  const int64_t query = blockIdx.y;
+  const int64_t head = query / args.queries;
+  const int entries = args.pieces * kHiggsCodes;
+  for (int i = threadIdx.x; i < entries; i += kScoreThreads) {
+    lut[i] = args.lut[query * entries + i];
+  }
+  __syncthreads();
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kLandmarkPages;
+  const int64_t end = first + kLandmarkPages < args.pages ? first + kLandmarkPages : args.pages;
+  for (int64_t j = first; j < end; ++j) {
+    const int64_t page = args.page[head * args.pages + j];
+    if (page < 0 || page >= args.num_pages) {
+      __trap();  // fail loudly: whatever lies there is no landmark
+    }
+    const uint8_t* base = args.bytes + page * args.page_bytes;
+    const auto* scale = reinterpret_cast<const Half*>(base + args.page_tokens * args.pieces);
+    float* out = args.out + (query * args.pages + j) * args.page_tokens;
+    for (int token = threadIdx.x; token < args.page_tokens; token += kScoreThreads) {
+      const auto* words = reinterpret_cast<const uint32_t*>(base + token * args.pieces);
+      float sum = 0;
+      for (int i = 0; i < args.pieces; i += 4) {
+        uint32_t codes = words[i / 4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k, codes >>= 8) {
+          sum += lut[(i + k) * kHiggsCodes + (codes & 0xff)];
+        }
+      }
+      out[token] = sum * static_cast<float>(scale[token]);
+    }
+  }
+}
+
+// As launch_higgs_scores.
+template <typename Half>
+cudaError_t launch_landmark_scores(const LandmarkScoresArgs<Half>& args, cudaStream_t stream) {
+  const int64_t queries = args.heads * args.queries;
+  if (queries == 0 || args.pages == 0) {
+    return cudaSuccess;
+  }
+  const int bytes = args.pieces * kHiggsCodes * static_cast<int>(sizeof(float));
+  const cudaError_t error =
+      cudaFuncSetAttribute(landmark_scores_kernel<Half>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) {
+    return error;
+  }
+  const dim3 blocks(static_cast<unsigned>((args.pages + kLandmarkPages - 1) / kLandmarkPages),
+                    static_cast<unsigned>(queries));
+  landmark_scores_kernel<Half><<<blocks, kScoreThreads, bytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
 // Fails with cudaErrorInvalidValue where a query's table exceeds the shared memory of a block.
 template <typename Half>
 cudaError_t launch_higgs_scores(const HiggsScoresArgs<Half>& args, cudaStream_t stream) {

@@ -331,3 +331,41 @@ def test_schema_and_fake(op: str):
     }[op]
     target = getattr(torch.ops.vllm_kvplug, op).default
     torch.library.opcheck(target, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+# ------------------------------------------------------------------------------------------ keys in pages
+
+
+@pytest.mark.parametrize("dim, page_tokens, count", [(16, 8, 3), (64, 40, 1), (128, 240, 17), (256, 120, 5)])
+def test_scores_of_keys_in_pages(dim: int, page_tokens: int, count: int, device: str) -> None:
+    """As of keys in one piece. A NaN scale concerns its key alone; pages of others are not read."""
+    rows, heads, group, higgs = 2, 3, 2, Higgs(2, dim)
+    keys, query = randn(rows, heads, count * page_tokens, dim), randn(rows, heads, group, dim, seed=1)
+    keys[1, 2, 5] = NAN
+    codes, scale = higgs.encode(keys)
+    lut = higgs.lut(query)
+    expected = higgs.scores(lut, codes, scale)
+    split = (rows, heads, count, page_tokens)
+    content = codes.view(*split, -1).flatten(-2), scale.view(split).contiguous().view(torch.uint8)
+    order = torch.randperm(rows * heads * count + 3, generator=torch.Generator().manual_seed(2))[3:]
+    pages = torch.full((len(order) + 3, page_tokens * (higgs.pieces + 2) + 4), 255, dtype=torch.uint8)
+    pages[order, :-4] = torch.cat(content, -1).flatten(0, 2)
+    out = torch.full((rows, heads, group, count * page_tokens), NAN, device=device)
+    page = order.view(rows, heads, count).to(device)
+    ops.landmark_scores(out, lut.to(device), pages.to(device), page, page_tokens)
+    assert torch.allclose(out.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert out[1, 2, :, 5].isnan().all() and int(out.isnan().sum()) == group
+
+
+def test_wrong_pages() -> None:
+    lut, page = torch.zeros(1, 1, 1, 4, 256), torch.zeros(1, 1, 2, dtype=torch.int64)
+    pages, out = torch.zeros(3, 48, dtype=torch.uint8), torch.zeros(1, 1, 1, 16)
+    ops.landmark_scores(out, lut, pages, page, 8)
+    with pytest.raises(RuntimeError, match="room for 10 keys"):
+        ops.landmark_scores(torch.zeros(1, 1, 1, 20), lut, pages, page, 10)
+    with pytest.raises(RuntimeError, match="out must be"):
+        ops.landmark_scores(out[..., :8], lut, pages, page, 8)
+    with pytest.raises(RuntimeError, match="page must be"):
+        ops.landmark_scores(out, lut, pages, page.int(), 8)
+    with pytest.raises(IndexError, match="page 3 is outside a pool of 3"):
+        ops.landmark_scores(out, lut, pages, page + 3, 8)

@@ -56,11 +56,11 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     if args.context > most:
         raise PolicyError(f"--context {args.context} is more than the {most} tokens of this model")
     ranks = args.tensor_parallel
-    policy = make_policy(name, knobs, planning.model_shape(config, args.model, ranks))
-    default_requests, max_batch = server_defaults(args.gpu_memory)
-    requests = args.max_num_seqs or default_requests
     dtype = _dtype(args.dtype, config)
     pages = FP8 if args.kv_cache_dtype == "fp8" else None
+    policy = make_policy(name, knobs, planning.model_shape(config, args.model, ranks, (pages or dtype).itemsize))
+    default_requests, max_batch = server_defaults(args.gpu_memory)
+    requests = args.max_num_seqs or default_requests
     engine = planning.Engine(policy.shape, dtype, requests, max(max_batch, requests), page_dtype=pages)
     weights = planning.weight_bytes(args.model, config, dtype) // ranks
     activations = planning.activation_bytes(config, dtype, ranks, engine.max_batch, requests)

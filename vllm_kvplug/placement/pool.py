@@ -32,6 +32,8 @@ class PagePool:
         raw = pages.view(torch.uint8) if pages.dtype == FP8 else pages
         self._pages = raw  # for what moves as it is
         self._tokens = raw.view(-1, raw.shape[-1])
+        self.bytes = raw.view(len(raw), -1).view(torch.uint8)
+        """The same memory, [pages, bytes of a page], for what is not K and V."""
 
     @classmethod
     def over(cls, layer_cache: torch.Tensor, layers: int, dtype: torch.dtype | None = None) -> PagePool:

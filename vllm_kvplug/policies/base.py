@@ -109,6 +109,16 @@ class Retrieval:
     as_released: bool
 
 
+@dataclass(frozen=True)
+class PageSelection:
+    """Decode queries attend to whole pages of 16 tokens, chosen by the bounds of their keys.
+
+    dense_layers: first layers whose queries attend to everything.
+    """
+
+    dense_layers: int
+
+
 class Gate(Protocol):
     """Scores every token once, when its K and V are written; made for the KV heads of one rank."""
 
@@ -137,7 +147,8 @@ class Policy(ABC, Generic[ConfigT]):
     other cuts drop nothing. With a `local` window as well as a gate (admission) the gate's threshold decides what is
     seen and stored beyond it, and the cuts only cap that; if it overrides `score` too, that chooses within a
     budget (admission and eviction). Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that
-    were cut get other prompt tokens back from the host later (offload).
+    were cut get other prompt tokens back from the host later (offload). Where a class `selects`, every decode query
+    attends to stored or offloaded tokens of its own choice (selection).
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.
@@ -146,10 +157,12 @@ class Policy(ABC, Generic[ConfigT]):
     name: ClassVar[str]
     Config: ClassVar[type[PolicyConfig]] = PolicyConfig
     uses_host_tier: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
     ring: Ring | None = None
     local: LocalWindow | None = None
     query_window: int = 0
     retrieval: Retrieval | None = None
+    page_selection: PageSelection | None = None
     options: RequestOptions = RequestOptions()
 
     def __init__(self, config: ConfigT, shape: ModelShape):
@@ -189,6 +202,10 @@ class Policy(ABC, Generic[ConfigT]):
 
     def drift_tokens(self, prompt_len: int) -> int:
         """Size of the token sets that drift checks compare; only with a `retrieval`."""
+        raise NotImplementedError
+
+    def attended_pages(self, tokens: int) -> int:
+        """Pages that a decode query attends to, of a request of `tokens` tokens; only with a `page_selection`."""
         raise NotImplementedError
 
     def check_budget(self) -> None:
@@ -291,14 +308,19 @@ class Policy(ABC, Generic[ConfigT]):
         ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
         return max(host_slots(sum(head in heads for head in satellites), prompt_len) for heads in ranks)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the engine has a host tier."""
+        return self.retrieval is not None
+
     def host_slot_bytes(self, itemsize: int) -> int:
-        """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only with a `retrieval`."""
+        """Bytes of a host slot, for an engine whose K and V have `itemsize` bytes; only if it `offloads`."""
         assert self.retrieval is not None
         return HOST_SLOT * token_bytes(self.retrieval.codec, self.shape.head_dim, itemsize)
 
     def host_capacity(self, itemsize: int) -> int:
         """Host slots of each rank's pool."""
-        return int(self.config.host_gib * GIB) // self.host_slot_bytes(itemsize) if self.retrieval else 0
+        return int(self.config.host_gib * GIB) // self.host_slot_bytes(itemsize) if self.offloads else 0
 
     def summary(self) -> str:
         """One line for the log: the resolved budget in words."""

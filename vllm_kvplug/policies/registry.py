@@ -22,13 +22,16 @@ BUILT_IN = {
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "oracle": "vllm_kvplug.policies.oracle:Oracle",
+    "quest": "vllm_kvplug.policies.quest:Quest",
     "random": "vllm_kvplug.policies.random:Random",
     "rkv": "vllm_kvplug.policies.rkv:RKV",
+    "shadowkv_landmarks": "vllm_kvplug.policies.shadowkv_landmarks:ShadowKVLandmarks",
     "snapkv": "vllm_kvplug.policies.snapkv:SnapKV",
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
     "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
+    "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }
 """A name with a + is a policy whose slots are filled by two: one for admission, one for eviction."""
 

@@ -1,4 +1,4 @@
-"""The host tier of one rank: a fixed pool of slots in (pinned) CPU memory, each 64 tokens of one head, K and V."""
+"""The host tier of one rank: a fixed pool of slots in (pinned) CPU memory, each 64 tokens of K and V of some heads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ READ_BYTES = 64 << 20
 
 
 class HostPool:
-    """`slots` slots of encoded tokens, [slots, 64, token bytes] uint8. Which are free is kept here."""
+    """`slots` slots of encoded tokens, [slots, heads, 64, token bytes] uint8. Which are free is kept here.
 
-    def __init__(self, slots: int, codec: Codec, pin: bool):
+    heads: that share a slot. One where heads offload as they please; all of a rank where all of them do.
+    """
+
+    def __init__(self, slots: int, codec: Codec, pin: bool, heads: int = 1):
         self.codec = codec
         self.slots = slots
-        self.rows = torch.empty((slots * HOST_SLOT, codec.token_bytes), dtype=torch.uint8, pin_memory=pin)
+        self.rows = torch.empty((slots * heads * HOST_SLOT, codec.token_bytes), dtype=torch.uint8, pin_memory=pin)
         self._free = list(range(slots - 1, -1, -1))
 
     @property

@@ -63,6 +63,11 @@ class HeadPageBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime: Runtime = compat.runtime_of(vllm_config)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Selection has shapes that follow from the requests of a step."""
+        return AttentionCGSupport.NEVER if kv_cache_spec.resolved.selects else cls._cudagraph_support
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
@@ -131,26 +136,32 @@ class HeadPageImpl(AttentionImpl):
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if scores is not None:
             runtime.tables.set_scores(place, scores)
+        if runtime.page_selector:
+            runtime.page_selector.note(place, key[:tokens])
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
-            tables = runtime.tables
-            ops.decode_attention(
-                output[rows],
-                query[rows],
-                runtime.pool.pages,
-                tables.directory,
-                tables.chunks,
-                step.row_slot,
-                tables.lengths,
-                first,
-                self.num_kv_heads,
-                self.scale,
-                runtime.decode_plan,
-            )
+            self._attend_decodes(step, index, query[rows], output[rows])
             runtime.record_decodes(step, index, query[rows])
         for row in step.prefill:
             runtime.finish_layer(row, index, query[row.tokens], key[row.tokens], value[row.tokens])
         return output
+
+    def _attend_decodes(self, step: Step, layer: int, query: torch.Tensor, output: torch.Tensor) -> None:
+        """One-token rows, over what their requests store or select of it."""
+        runtime = self.runtime
+        assert runtime.tables is not None and runtime.pool is not None
+        if runtime.selector:
+            runtime.selector.select(step.row_slot, layer, query)
+        if runtime.page_selector:
+            attended = runtime.page_selector.select(step.row_slot, layer, query)
+            if attended is not None:
+                runtime.page_selector.attend(output, query, attended, self.scale)
+                return
+        tables = runtime.tables
+        where = tables.directory, tables.chunks, step.row_slot, tables.lengths, layer * self.num_kv_heads
+        ops.decode_attention(
+            output, query, runtime.pool.pages, *where, self.num_kv_heads, self.scale, runtime.decode_plan
+        )
 
     def _attend_chunks(
         self,

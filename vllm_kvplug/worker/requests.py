@@ -11,6 +11,7 @@ import torch
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.plan import PagePlan, Plan
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.selection import Layout
 from vllm_kvplug.tiers.lane import Ticket
 
 
@@ -90,6 +91,15 @@ class Offloaded:
 
 
 @dataclass
+class Selected:
+    """A request that selects: where its heads keep what, its host slots int64 [n], and the last store of its prompt."""
+
+    layout: Layout
+    slots: torch.Tensor
+    stored: Ticket | None = None
+
+
+@dataclass
 class LiveRequest:
     """A request that holds blocks.
 
@@ -106,6 +116,7 @@ class LiveRequest:
     offloaded: Offloaded | None = None
     row: torch.Tensor | None = None
     unscored: bool = False
+    selected: Selected | None = None
 
     @classmethod
     def admit(cls, slot: int, admission: Admission, policy: Policy) -> LiveRequest:

@@ -18,20 +18,24 @@ from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import Policy
+from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
-from vllm_kvplug.worker import flash, sparse
+from vllm_kvplug.worker import flash
 from vllm_kvplug.worker.admission import Admitter, protected_tokens
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
+from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
+from vllm_kvplug.worker.selection import TokenSelector
 from vllm_kvplug.worker.sparse import SparsePlan
 from vllm_kvplug.worker.step import PrefillRow, Step
+from vllm_kvplug.worker.warm_up import load_kernels
 
 _NUMBERS = numbers()
 UNBOUNDED = 1 << 30
@@ -75,6 +79,8 @@ class Runtime:
         retrieval = self.policy.retrieval
         self.pivots = PivotQueries(retrieval, self.geometry, self.device) if retrieval else None
         self.retriever: Retriever | None = None
+        self.selector: TokenSelector | None = None
+        self.page_selector: PageSelector | None = None
         g = self.geometry
         heads = g.kv_heads, g.query_heads, g.head_dim
         self.decode_plan = ops.decode_plan(self.max_rows, g.layers, *heads, g.dtype, self.device)
@@ -112,13 +118,22 @@ class Runtime:
         self.admitter = None
         if local is not None and self.gate is not None:
             self.admitter = Admitter(g, self.pool, self.tables, local, self.gate, self.recent)
+        pages = self.policy.page_selection
+        self.page_selector = (
+            PageSelector(pages.dense_layers, g, self.pool, self.tables, self.max_rows) if pages else None
+        )
+        pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
+        if isinstance(self.policy, SelectingPolicy):
+            codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
+            where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
+            self.selector = TokenSelector(self.policy, g, *where)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
-            host = HostPool(self.policy.host_capacity(g.dtype.itemsize), codec, pin=self.device.type == "cuda")
+            host = HostPool(capacity, codec, pin)
             staging = Staging(staging_tokens(self.policy, g), g.head_dim, g.dtype, self.device)
             tiers = Tiers(host, staging, Lane(self.device), self.peers)
             self.retriever = Retriever(self.policy.retrieval, g, self.pivots, self.pool, self.tables, tiers)
-        self._load_kernels()
+        load_kernels(self)
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last call; empty if nothing did."""
@@ -131,39 +146,13 @@ class Runtime:
         """Finish what is in the background. The engine is shutting down."""
         if self.retriever:
             self.retriever.tiers.lane.close()
+        if self.selector:
+            self.selector.lane.close()
 
-    def _load_kernels(self) -> None:
-        """Run the ops on one padding row: kernels compile at start-up, never inside a graph capture."""
-        assert self.tables is not None and self.pool is not None
-        g, tables = self.geometry, self.tables
-        query = torch.zeros((1, g.query_heads, g.head_dim), dtype=g.dtype, device=self.device)
-        new = torch.zeros((1, g.kv_heads, g.head_dim), dtype=g.dtype, device=self.device)
-        nobody = torch.full((1,), -1, dtype=torch.int64, device=self.device)
-        tables.append(nobody, self._row_slot[:1, None], nobody, self.sinks, self.decode_ring, self._place[:1])
-        ops.kv_write(self.pool.pages, new, new, self._place[:1, : g.kv_heads])
-        one_token = ops.prefill_plan([(0, 0, 1, 0, 0)], self.device)
-        if self.policy.local is not None:
-            sparse.load_kernels(g, self.policy.local, self.pool.pages, tables)
-        elif one_token is not None and not self.flash:
-            ring = (self.sinks, self.policy.ring.window) if self.policy.ring else None
-            where = (self.pool.pages, tables.directory, tables.chunks, tables.lengths, one_token)
-            ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
-        if self.retriever:
-            self.retriever.load_kernels()
-        self._plan_decode(1)
-        ops.decode_attention(
-            torch.empty_like(query),
-            query,
-            self.pool.pages,
-            tables.directory,
-            tables.chunks,
-            self._row_slot[:1],
-            tables.lengths,
-            0,
-            g.kv_heads,
-            g.scale,
-            self.decode_plan,
-        )
+    @property
+    def offloader(self) -> Retriever | TokenSelector | None:
+        """What sends prompts to the host."""
+        return self.retriever or self.selector
 
     # ---- the way of a step
 
@@ -175,14 +164,14 @@ class Runtime:
             self.tables.free([request.slot for request in gone])
         for request in gone:
             self.windows.drop(request.slot)
-            if self.retriever:
-                self.retriever.end(request)
+            if self.offloader:
+                self.offloader.end(request)
             self._free_slots.append(request.slot)
         for request_id, admission in lifecycle.admitted.items():
             request = LiveRequest.admit(self._free_slots.pop(), admission, self.policy)
             self.live[request_id] = request
-            if self.retriever:
-                self.retriever.begin(request)
+            if self.offloader:
+                self.offloader.begin(request)
         if self.retriever:
             self.retriever.begin_step()
         self._decoding, self._due = [], []
@@ -229,6 +218,11 @@ class Runtime:
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
         phases = [self._begin_decode(rows[i], lengths[i], i, block_rows) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
+        if self.page_selector:
+            self.page_selector.prepare(rows[:live_decodes], lengths[:live_decodes], decode_rows)
+        if self.selector:
+            decoding = zip(rows[:live_decodes], lengths[:live_decodes], strict=True)
+            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
         self._place[:padded_tokens] = -1
         if decode_rows:
             on_device, phase = self._upload(torch.tensor([slots, phases], dtype=torch.int64))
@@ -293,8 +287,8 @@ class Runtime:
                 if self.retriever:
                     self.retriever.after_decode(request, length)
                 continue
-            if self.retriever:
-                self.retriever.store_token(request, length - 1)
+            if self.offloader:
+                self.offloader.store_token(request, length - 1)
             if length == request.prefill_end:
                 for layer in range(self.geometry.layers):
                     queries = self.windows.take_last(request.slot, layer, request.prefill_end)
@@ -377,8 +371,8 @@ class Runtime:
             if self.pivots:
                 self.pivots.record_chunk(row.slot, row.end - request.prompt_len, layer, query)
             return
-        if self.retriever:
-            self.retriever.store(request, layer, row.start, key, value)
+        if self.offloader:
+            self.offloader.store(request, layer, row.start, key, value)
         if not row.finishing:
             self.windows.keep(row.slot, layer, query, row.start, request.prefill_end)
             return
@@ -386,6 +380,9 @@ class Runtime:
 
     def _end_prompt(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> None:
         """One layer of a complete prompt: score and compact; after the last layer, give pages back."""
+        if self.selector and request.selected:
+            self.selector.end_prompt(request, layer)
+            return
         if self.retriever:
             self.retriever.prompt_done(request, layer, queries[-1])
         self.prompt_end.compact_layer(request, layer, queries)

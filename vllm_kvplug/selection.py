@@ -1,0 +1,109 @@
+"""What a policy says that selects tokens anew in every decode step, and the page plan of its requests.
+
+Such a request holds its prompt densely while it is computed. Then its heads keep what they always attend to, room for
+the tokens that they select, and landmarks, in whole blocks of their own. Pure integers, shared by scheduler and worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vllm_kvplug.config import share_of
+from vllm_kvplug.plan import Kept, PagePlan, ceil_div
+from vllm_kvplug.shape import PAGE, ModelShape
+from vllm_kvplug.tiers.codecs import CodecName
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Every decode query attends to the prompt tokens that landmarks find best, beside those that always stay.
+
+    landmarks: their format (components/landmarks.py). codec: of K and V on the host. share: of a prompt's tokens that a
+    head selects; least, most: bounds of that number, None for no bound; unit: it is a multiple of this. local: last
+    tokens of the prompt, which always stay and have no landmarks.
+    """
+
+    landmarks: str
+    codec: CodecName
+    share: float
+    least: int
+    most: int | None
+    unit: int
+    local: int
+
+    def tokens(self, prompt_len: int) -> int:
+        """Tokens that each head selects of a prompt, if so many can be selected."""
+        wanted = max(share_of(self.share, prompt_len), self.least, 1)
+        wanted = wanted if self.most is None else min(wanted, self.most)
+        return ceil_div(wanted, self.unit) * self.unit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each head of a request stores once its prompt is complete: first what stays, then what is selected.
+
+    stays: disjoint ranges of the tokens that every query attends to, ascending; the last `local` ones end them.
+    selected: how many tokens are selected. landmarks: so many of the prompt's first tokens have one. token_blocks,
+    landmark_blocks: the blocks that both take, in this order.
+    """
+
+    stays: Ranges
+    selected: int
+    landmarks: int
+    token_blocks: int
+    landmark_blocks: int
+
+    @property
+    def stay(self) -> int:
+        """How many tokens stay."""
+        return sum(end - start for start, end in self.stays)
+
+    @property
+    def excluded(self) -> int:
+        """How many of those have landmarks all the same, which never selects them."""
+        return sum(max(min(end, self.landmarks) - start, 0) for start, end in self.stays)
+
+    @property
+    def kept(self) -> int:
+        return self.stay + self.selected
+
+
+class SelectionPlan(PagePlan):
+    """Blocks of a request that selects. Where that would save no block, the prompt is kept whole.
+
+    stays: of a prompt's length, the ranges that always stay. tokens_per_page: whose landmarks fit in a head page.
+    """
+
+    def __init__(self, shape: ModelShape, selection: Selection, stays: Callable[[int], Ranges], tokens_per_page: int):
+        super().__init__(shape, self._kept)
+        self.selection, self.tokens_per_page = selection, tokens_per_page
+        self._stays = stays
+        self.layout = lru_cache(maxsize=1024)(self._layout)
+
+    def _layout(self, prefill_end: int) -> Layout | None:
+        """How a prompt of so many tokens is kept; None: whole."""
+        stays = self._stays(prefill_end)
+        stay = sum(end - start for start, end in stays)
+        selected = min(self.selection.tokens(prefill_end), prefill_end - stay)
+        landmarks = max(prefill_end - self.selection.local, 0)
+        tokens, pages = ceil_div(stay + selected, PAGE), ceil_div(landmarks, self.tokens_per_page)
+        if tokens + pages >= ceil_div(prefill_end, PAGE):
+            return None
+        return Layout(stays, selected, landmarks, tokens, pages)
+
+    def _kept(self, prefill_end: int) -> Kept:
+        layout = self.layout(prefill_end)
+        return [[layout.kept if layout else prefill_end] * self.shape.kv_heads] * self.shape.layers
+
+    def decode_pages(self, prefill_end: int, n: int) -> int:
+        layout = self.layout(prefill_end)
+        landmarks = layout.landmark_blocks if layout else 0
+        return super().decode_pages(prefill_end, n) + landmarks * self.heads_per_rank
+
+    def next_cut(self, prefill_end: int, n: int) -> int | None:
+        """Behind a context that is selected from, a chunk is one token: each query selects its own."""
+        return n + 1 if n >= prefill_end and self.layout(prefill_end) else super().next_cut(prefill_end, n)
