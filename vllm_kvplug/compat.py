@@ -230,9 +230,9 @@ def generate(
     from vllm.sampling_params import RequestOutputKind
 
     engine, final = llm.llm_engine, RequestOutputKind.FINAL_ONLY
-    given = [extra or None for extra in asked or [{}] * len(prompts)]
-    for i, (prompt, most, extra) in enumerate(zip(prompts, max_tokens, given, strict=True)):
-        params = SamplingParams(temperature=0, max_tokens=most, output_kind=final, extra_args=extra, **options)
+    own = [options | ({"extra_args": given} if given else {}) for given in asked or [{}] * len(prompts)]
+    for i, (prompt, most, given) in enumerate(zip(prompts, max_tokens, own, strict=True)):
+        params = SamplingParams(temperature=0, max_tokens=most, output_kind=final, **given)
         engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
     results: dict[int, Any] = {}
     while engine.has_unfinished_requests():
