@@ -69,11 +69,11 @@ class Admitter(Cutter):
         index = torch.arange(self.local.tokens, device=slots.device)
         scores, position = tables.scores.view(-1), tables.positions.view(-1)
         for layer in range(g.layers):
-            heads = torch.arange(layer * g.kv_heads, (layer + 1) * g.kv_heads, device=slots.device)[:, None]
-            there = index[:, None] < tables.lengths[slots[:, None], heads.T][:, None]  # [R, window, heads]
-            where = tables.locate(slots[:, None, None], heads.T, index[:, None])
-            where = torch.where(there, where, scores.numel() - 1).flatten(0, 1)  # the last entries are nobody's
-            key, _ = self.pool.gather(torch.where(there.flatten(0, 1), where, 0))
+            heads = torch.arange(layer * g.kv_heads, (layer + 1) * g.kv_heads, device=slots.device)
+            there = (index[:, None] < tables.lengths[slots[:, None, None], heads]).flatten(0, 1)  # [R * window, heads]
+            where = tables.locate(slots[:, None, None], heads, index[:, None]).flatten(0, 1)
+            where = torch.where(there, where, scores.numel() - 1)  # the last entries are nobody's
+            key, _ = self.pool.gather(torch.where(there, where, 0))
             found = self.gate.score(layer, key, position[where[:, 0]].long(), None)
             scores[where] = torch.where(scores[where].isnan(), found, scores[where])
 
