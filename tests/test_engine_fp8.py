@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import (
+    ANGLES,
     TWO_PIVOTS,
     Case,
     duo,
@@ -31,6 +32,7 @@ from engine_tools import (
     token_ids,
 )
 from reference import Reference
+from reference_yakv import Selecting
 
 LENGTHS = (1, 20, 63, 260, 513)
 STEPS = 18
@@ -99,3 +101,18 @@ def test_admission_with_fp8_pages(tiny_model_dir: Path, reference: Reference, tm
             (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
             expected = reference.replay(token_ids(n), case.rule, STEPS).logits.log_softmax(-1)
             assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
+
+
+def test_selection_with_fp8_pages(tiny_model_dir: Path, reference: Reference) -> None:
+    """Fetched tokens are rounded as those were that are stored; landmarks are of stored keys."""
+    knobs = {"ratio": 0.2, "sinks": 2, "local": 16, "codec": "auto"}
+    settings = {"kv_policy": "yakv", "kv_policy_config": {**knobs, "host_gib": 0.05}, "kv_cache_dtype": "fp8"}
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=2048, **settings) as llm:
+        watch = Watch(llm)
+        for n in LENGTHS:
+            (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
+            kept = {s.length: s.kept for s in watch.snapshots[answer.request_id]}
+            rule = Selecting(ANGLES, **knobs, engine=kept, itemsize=1)
+            expected = reference.replay(token_ids(n), rule, STEPS).logits.log_softmax(-1)
+            assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
+            assert (rule.watcher is not None) == (n > 200)

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from vllm_kvplug.components.expected import turn
-from vllm_kvplug.rotary import rotary_angles
+from vllm_kvplug.rotary import Rotary, rotary_angles
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -44,3 +44,9 @@ def test_angles_are_transformers(kind: str):
 def test_positions_that_work_otherwise():
     assert rotary_angles(config(rope_type="yarn", factor=4.0)) == ()
     assert rotary_angles(PhiConfig()) == ()  # turns a part of each head
+
+
+def test_rotate_takes_back_what_unrotate_did():
+    keys, positions = torch.randn(3, 5, 20), torch.tensor([0, 1, 17, 4000, 100_000])
+    rotary = Rotary(1.0 / 10_000 ** (torch.arange(0, 16, 2).float() / 16), 1.3)
+    assert torch.allclose(rotary.rotate(rotary.unrotate(keys, positions), positions), keys, atol=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import fastkvzip, snapkv, wgkv
+from cases import ANGLES, fastkvzip, snapkv, wgkv
 from drift_tools import knobs, rule
 from engine_tools import (
     ROUNDING,
@@ -18,6 +18,8 @@ from engine_tools import (
     token_ids,
 )
 from reference import Reference, Rule
+from reference_quest import Quest
+from reference_yakv import Selecting
 
 from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS, make_model, write_profile
 
@@ -91,3 +93,12 @@ def test_admission(model: Path, reference: Reference, tmp_path: Path) -> None:
     case = wgkv(model, (LAYERS, KV_HEADS, 32), cap=0.2, every=100, window=24)
     found = answers(model, **case.arguments(model, tmp_path))
     check(replace(case.rule, ranks=2), reference, found)
+
+
+def test_selection(model: Path, reference: Reference) -> None:
+    """Each rank has the prompt of its own heads on its host, or their bounds."""
+    knobs = {"ratio": 0.2, "local": 16, "codec": "auto", "host_gib": 0.01}
+    found = answers(model, kv_policy="yakv", kv_policy_config=knobs)
+    check(Selecting(ANGLES, ratio=0.2, local=16, codec="auto"), reference, found)
+    found = answers(model, kv_policy="quest", kv_policy_config={"ratio": 0.3, "dense_layers": 0})
+    check(Quest(0.3, dense_layers=0), reference, found)

@@ -27,6 +27,9 @@ SPLIT_WINDOWS = 4
 TILE_TOKENS, TILE_ROWS = 1 << 17, 32
 """Rows of queries that select are served together while they are so few, and have so many landmarks in a head."""
 
+SELECTED_BYTES = 128
+"""What selecting a token takes: where it is and goes, ranking of places included."""
+
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
@@ -267,10 +270,11 @@ def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     making = g.kv_heads * g.max_tokens * (4 * g.head_dim * (g.dtype.itemsize + landmarks.format.float_copies) + 32)
     longest, rows = ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, min(TILE_ROWS, g.max_requests)
     tokens = max(longest, min(TILE_TOKENS, rows * longest))
-    copies = 3 * landmarks.page_bytes // landmarks.tokens
-    selected = policy.selection.tokens(g.max_tokens) * g.kv_heads * (96 + 8 * g.head_dim)
-    scored = tokens * (g.kv_heads * (copies + 48) + 16 * g.query_heads)
-    return max(making, scored + rows * (g.query_heads * landmarks.format.query_bytes + selected))
+    copies = landmarks.format.page_copies * landmarks.page_bytes // landmarks.tokens
+    share = max(policy.config.ratio, policy.config.max_request_budget)  # a request may select more than others
+    selected = int(share * tokens) + rows * policy.config.min_tokens
+    scored = tokens * (g.kv_heads * (copies + 44) + 8 * g.query_heads) + selected * g.kv_heads * SELECTED_BYTES
+    return max(making, scored + rows * g.query_heads * landmarks.format.query_bytes)
 
 
 def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:

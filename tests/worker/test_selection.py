@@ -96,13 +96,14 @@ def test_misses_replace_what_is_not_wanted(data: st.DataObject) -> None:
             assert not stays or after[row, place] == held[row, place]
 
 
-@pytest.mark.parametrize("landmarks", ["higgs2", "residual"])
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("landmarks, ratio", [("higgs2", 0.1), ("higgs2", 0.6), ("residual", 0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_selection_takes_no_more_than_is_charged(landmarks: str, dtype: torch.dtype) -> None:
-    """One request of the longest prompt: its landmarks, and a step."""
+def test_selection_takes_no_more_than_is_charged(landmarks: str, ratio: float, rows: int, dtype: torch.dtype) -> None:
+    """The landmarks of the longest prompt, and a step of so many rows of it, one or a tile."""
     tokens, shape = 3000, ModelShape(1, 2, 4, 64, rotary=(0.1,) * 32, page_itemsize=dtype.itemsize)
-    policy = make_policy("yakv", {"landmarks": landmarks, "ratio": 0.1}, shape)
-    geometry = Geometry.of_rank(shape, 0, dtype, max_requests=1, max_tokens=tokens)
+    policy = make_policy("yakv", {"landmarks": landmarks, "ratio": ratio, "max_request_budget": ratio}, shape)
+    geometry = Geometry.of_rank(shape, 0, dtype, max_requests=rows, max_tokens=tokens)
     blocks = 200
     tables = PageTables(geometry.table_sizes(blocks, policy), CPU)
     pool = PagePool(torch.randn(blocks * 2, 16, 128).to(dtype))
@@ -120,7 +121,7 @@ def test_selection_takes_no_more_than_is_charged(landmarks: str, dtype: torch.dt
         selector.end_prompt(request, 0)
     selector.prepare([request])
     with torch.inference_mode(), PeakMemory() as selecting:
-        selector.select(torch.zeros(1, dtype=torch.int32), 0, torch.randn(1, 4, 64).to(dtype))
+        selector.select(torch.zeros(rows, dtype=torch.int32), 0, torch.randn(1, 4, 64).expand(rows, -1, -1).to(dtype))
     lane.close()
     attending = 4 * geometry.kv_heads * tokens * 64 * dtype.itemsize
     assert making.most <= max(charged, attending) and selecting.most <= charged

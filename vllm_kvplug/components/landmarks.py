@@ -28,6 +28,8 @@ class Landmarks(Protocol):
     """That scoring takes for a query."""
     float_copies: int
     """Of a key in float32, while it is encoded."""
+    page_copies: int
+    """Of a page, while it is scored."""
 
     def encode(self, keys: torch.Tensor) -> list[torch.Tensor]:
         """keys [..., T, d] after RoPE, T a multiple of 8 -> the parts of a page, each uint8 [..., bytes]."""
@@ -39,7 +41,7 @@ class Landmarks(Protocol):
 class HiggsLandmarks:
     """Keys in 2 bits a value, scored by look-up without decoding them (YAKV, 2604.08426)."""
 
-    float_copies = 0
+    float_copies, page_copies = 0, 0
 
     def __init__(self, head_dim: int):
         self.higgs = Higgs(2, head_dim)
@@ -59,7 +61,7 @@ class HiggsLandmarks:
 class ResidualLandmarks:
     """The mean of every 8 keys in 4 bits a value, and what each key differs from it in 1 bit (YAKV, App. E)."""
 
-    float_copies = 4
+    float_copies, page_copies = 4, 2
 
     def __init__(self, head_dim: int):
         self.residual = ResidualHiggs(head_dim)
@@ -82,7 +84,7 @@ class ResidualLandmarks:
 class MeanLandmarks:
     """The mean of every 8 keys in float16, for all 8 tokens (ShadowKV, 2410.21465)."""
 
-    float_copies = 1
+    float_copies, page_copies = 1, 4
 
     def __init__(self, head_dim: int):
         self.head_dim = head_dim
@@ -131,8 +133,8 @@ class LandmarkPages:
 
 
 def table_bytes(higgs: Higgs) -> int:
-    """Of a query's look-up table, twice: as it is made."""
-    return 2 * 4 * CODES * higgs.pieces
+    """Of a query's look-up table."""
+    return 4 * CODES * higgs.pieces
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:

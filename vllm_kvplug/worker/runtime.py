@@ -184,6 +184,7 @@ class Runtime:
             return Step(0, nothing.int(), nothing, nothing[:, None].expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
+        self._prepare_selection([], [], 0)
         decode_rows = rows if rows == tokens else 0
         self._plan_decode(decode_rows)
         tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
@@ -218,11 +219,7 @@ class Runtime:
         slots = [r.slot for r in rows[:live_decodes]] + [-1] * (decode_rows - live_decodes)
         phases = [self._begin_decode(rows[i], lengths[i], i, block_rows) for i in range(live_decodes)]
         phases += [0] * (decode_rows - live_decodes)
-        if self.page_selector:
-            self.page_selector.prepare(rows[:live_decodes], lengths[:live_decodes], decode_rows)
-        if self.selector:
-            decoding = zip(rows[:live_decodes], lengths[:live_decodes], strict=True)
-            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
+        self._prepare_selection(rows[:live_decodes], lengths[:live_decodes], decode_rows)
         self._place[:padded_tokens] = -1
         if decode_rows:
             on_device, phase = self._upload(torch.tensor([slots, phases], dtype=torch.int64))
@@ -251,6 +248,14 @@ class Runtime:
             self._plan_prefill(prefill),
             protected_tokens(rows[decode_rows:], prefill, self._place[:padded_tokens]) if self.admitter else None,
         )
+
+    def _prepare_selection(self, requests: Sequence[LiveRequest], lengths: Sequence[int], decode_rows: int) -> None:
+        """What the decode rows of a step select from; padding rows follow the requests'."""
+        if self.page_selector:
+            self.page_selector.prepare(requests, lengths, decode_rows)
+        if self.selector:
+            decoding = zip(requests, lengths, strict=True)
+            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
