@@ -49,9 +49,11 @@ def section() -> str:
     metrics, parts = load("first_light")
     lifecycle, gates = load("heterocache")[0], load("fastkvzip")[0]
     lines = ["## Results", "", *policy_table(load_file("policies")), *task_table(metrics, parts)]
-    notes = [gate_note(gates), memory_note(metrics), exactness_note(metrics), soak_note(lifecycle)]
-    notes.append(gpu_note(metrics, parts))
+    admitted, speed = load("wgkv")[0], load("gpu_engine")[0]
+    notes = [parts_note(lifecycle), gate_note(gates), admission_note(admitted), memory_note(metrics)]
+    notes += [exactness_note(metrics), soak_note(lifecycle), gpu_note(metrics, parts)]
     lines += [note for note in notes if note]
+    lines += speed_table(speed)
     return "\n".join([*lines, "", SOURCES])
 
 
@@ -95,6 +97,10 @@ def _relative(m: Metrics, key: str) -> str:
     if f"{key}.rel" not in m:
         return "-"
     return f"{m[f'{key}.rel']:.2f} ({m[f'{key}.rel_low']:.2f} to {m[f'{key}.rel_high']:.2f})"
+
+
+def _precisely(m: Metrics, key: str) -> str:
+    return f"{m[f'{key}.rel']:.3f} ({m[f'{key}.rel_low']:.3f} to {m[f'{key}.rel_high']:.3f})"
 
 
 def _cell(m: Metrics, key: str, form: str, unit: float = 1.0) -> str:
@@ -143,6 +149,67 @@ def task_table(m: Metrics, parts: list[dict[str, Any]]) -> list[str]:
             key = f"eval1024.{run}.rel"
             lines.append(f"| {name} | {scores} | {m[key]:.2f} ({m[key + '_low']:.2f} to {m[key + '_high']:.2f}) |")
     return [*lines, ""]
+
+
+def parts_note(m: Metrics) -> str:
+    if "ablation2048.whole_rho40.rel" not in m:
+        return ""
+    whole, half = "ablation2048", "_rho40"
+    return (
+        f"- **HeteroCache's parts.** The same tasks at 2,048 tokens, {m[f'{whole}.examples'] / len(TASKS):.0f} examples "
+        f"each: {_precisely(m, f'{whole}.whole')} of full attention's score at rho 0.5, "
+        f"{_precisely(m, f'{whole}.no_retrieval')} without retrieval, {_precisely(m, f'{whole}.no_allocation')} with even "
+        f"budgets; at rho 0.4 {_precisely(m, f'{whole}.whole{half}')}, {_precisely(m, f'{whole}.no_retrieval{half}')} and "
+        f"{_precisely(m, f'{whole}.no_allocation{half}')}. Which heads are kept whole does most "
+        '([architecture](docs/architecture.md), "Head profiles").'
+    )
+
+
+def admission_note(m: Metrics) -> str:
+    if "eval4096.admitted.rel" not in m:
+        return ""
+    return (
+        f"- **A gate on admission.** At 4,096 tokens, {m['eval4096.examples'] / len(TASKS):.0f} examples each, `wgkv` has "
+        f"{_precisely(m, 'eval4096.admitted')} of full attention's score with the gate that comes with the project and its "
+        f"threshold; with 30% of the tokens `snapkv` has {_precisely(m, 'eval4096.snapkv_30')} and `streaming` "
+        f"{_precisely(m, 'eval4096.streaming_30')}. Attention of a prompt of 131,072 tokens in chunks of 16,384, a fifth of "
+        f"it admitted, takes {m['sparse_prefill.16384.sparse_s']:.1f} s in place of "
+        f"{m['sparse_prefill.16384.dense_s']:.1f} s (one layer of Llama-3.1-8B times 32, H200), the gate "
+        f"{m['sparse_prefill.16384.gate_s']:.2f} s."
+    )
+
+
+def speed_table(m: Metrics) -> list[str]:
+    """Engines on an H200, from a file of benchmarks.gpu_engine."""
+    shapes = {"131072x1": "1 x 131,072", "32768x8": "8 x 32,768"}
+    if any(f"decode.{shape}.keep20.fp8.tpot_ms" not in m for shape in shapes):
+        return []
+    lines = [
+        "",
+        "Speed of whole engines: Llama-3.1-8B's shape with random weights on one H200, captured graphs, a fifth of the prompt "
+        "kept (policy `synthetic`: some heads whole, the others unevenly). Prompts take as long as stock's or a little "
+        "longer, for they are dense until they shrink.",
+        "",
+        "| requests x tokens | | stock, bf16 | stock, fp8 | a fifth kept, bf16 | a fifth kept, fp8 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape, name in shapes.items():
+        keys = [
+            f"stock.{shape}.bf16",
+            f"stock.{shape}.fp8",
+            f"decode.{shape}.keep20.bf16",
+            f"decode.{shape}.keep20.fp8",
+        ]
+        for what, metric in (("ms per output token", "tpot_ms"), ("seconds for all prompts", "prefill_s")):
+            cells = " | ".join(f"{m[f'{key}.{metric}']:.2f}" for key in keys)
+            lines.append(f"| {name} | {what} | {cells} |")
+    lines += [
+        "",
+        "With `heterocache` at rho 0.5 and every satellite fetching anew from the host every 40 tokens, the median time "
+        f"between tokens at 131,072 tokens is {m['tail.131072.median_ms']:.1f} ms, and the 99th percentile "
+        f"{m['tail.131072.p99_over_median']:.2f} times that.",
+    ]
+    return lines
 
 
 def gate_note(m: Metrics) -> str:
