@@ -163,7 +163,7 @@ class Retriever:
         self._store(request.offloaded.slots_here, position, self.host.codec.encode(key[:, None], value[:, None]))
 
     def _store(self, slots: torch.Tensor, start: int, encoded: torch.Tensor) -> None:
-        self.lane.submit(lambda: self.host.write(slots, start, encoded), encoded)
+        self.lane.submit(lambda: self.host.write(slots, start, encoded), slots, encoded)
 
     def prompt_done(self, request: LiveRequest, layer: int, last_query: torch.Tensor) -> None:
         """The prompt's last query [query heads, d] of a layer makes the baselines."""
@@ -243,7 +243,7 @@ class Retriever:
         if not triggered:
             return
         self.counters.triggers += len(triggered)
-        with self.drift.beside():
+        with self.drift.beside(request.offloaded.slots_here):
             flight = self._plan_flight(request, due, shares, self._scores(request, check, triggered))
         self.drift.rebase(request, [c for c in triggered if c in check.clusters])
         request.offloaded.flights.append(flight)

@@ -109,7 +109,7 @@ class TokenSelector:
         encoded = self.host.codec.encode(self.rotary.unrotate(key, position).to(key.dtype), value)
         own = self.host_slots[request.slot, : len(selected.slots)]
         slots = own * self.geometry.heads + self._heads[heads.start : heads.stop, None]
-        selected.stored = self.lane.submit(lambda: self.host.write(slots, start, encoded), encoded)
+        selected.stored = self.lane.submit(lambda: self.host.write(slots, start, encoded), slots, encoded)
 
     # ---- prompt: its end
 
