@@ -13,7 +13,10 @@ CHUNK_PAGES = 64
 TOKENS = 2048
 
 
-@triton.jit(do_not_specialize=["tokens", "satellites", "slots_stride"])
+@triton.jit(
+    do_not_specialize=["tokens", "satellites", "slots_stride"],
+    do_not_specialize_on_alignment=["rank", "columns", "directory", "slots"],
+)
 def _fetches_kernel(
     positions,
     target,
@@ -45,7 +48,8 @@ def _fetches_kernel(
         token = first + tl.arange(0, TOKENS)
         chosen = tl.load(ranked + token, mask=token < tokens, other=tokens) < count
         index = taken + tl.cumsum(chosen.to(tl.int32), 0) - 1
-        chunk = tl.load(pages + index // (PAGE * CHUNK), mask=chosen, other=0).to(tl.int64)
+        # A request that has just ended has -1 for chunks; what is found for it is dropped.
+        chunk = tl.maximum(tl.load(pages + index // (PAGE * CHUNK), mask=chosen, other=0), 0).to(tl.int64)
         page = tl.load(chunks + chunk * chunk_stride + index // PAGE % CHUNK, mask=chosen, other=0).to(tl.int64)
         slot = tl.load(stored + token // HOST_SLOT, mask=chosen, other=0)
         tl.store(positions + begin + index, token.to(tl.int64), mask=chosen)

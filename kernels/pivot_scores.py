@@ -15,7 +15,7 @@ CHUNK_PAGES = 64
 KEYS, TOKENS = 64, 1024
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["heads", "directory"])
 def _logits_kernel(
     logits,
     query,
@@ -39,7 +39,9 @@ def _logits_kernel(
     head = tl.load(heads + pivot)
     d, n = tl.arange(0, D), begin + tl.arange(0, KEYS)
     row, real = tl.arange(0, QUERIES_PAD), n < tokens
-    chunk = tl.load(directory + head * directory_head_stride + begin // (PAGE * CHUNK)).to(tl.int64)
+    # A request that has just ended has -1 for chunks; what is found for it is dropped.
+    found_chunk = tl.load(directory + head * directory_head_stride + begin // (PAGE * CHUNK))
+    chunk = tl.maximum(found_chunk, 0).to(tl.int64)
     page = tl.load(chunks + chunk * chunk_stride + n // PAGE % CHUNK, mask=real, other=0).to(tl.int64)
     mine = (row < QUERIES)[:, None]
     q_at = query + (pivot * QUERIES + row)[:, None] * D + d[None, :]

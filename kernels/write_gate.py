@@ -22,7 +22,7 @@ def _normed(first, second, weight, half, there, D: tl.constexpr):
     return first * factor * weight_first[None, :], second * factor * weight_second[None, :]
 
 
-@triton.jit(do_not_specialize=["tokens", "first_head"])
+@triton.jit(do_not_specialize=["tokens", "first_head"], do_not_specialize_on_alignment=["position", "b1", "b2"])
 def _write_gate_kernel(
     out,
     key,

@@ -111,6 +111,7 @@ def pool(policy: Policy[Any] | None, engine: Engine, max_tokens: int, available:
         rank = Charges()
         if policy is not None:
             plan = decode_plan_bytes(geometry, engine.max_requests, engine.multiprocessors)
+            plan *= 2 if policy.page_selection else 1
             rank = charges(policy, geometry, engine.max_batch, plan if engine.multiprocessors else 0)
         left = rank.pool_bytes(available, geometry.block_bytes)
         found.append((max(left, 0) // geometry.block_bytes, rank))

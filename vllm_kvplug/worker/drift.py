@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 KERNEL_DIMS = (16, 32, 64, 128, 256)
-"""Head sizes that kernels/pivot_scores.py takes."""
+KERNEL_BYTES = 1 << 16
+"""Head sizes that kernels/pivot_scores.py takes, and bytes of a pivot's queries, which it holds on chip."""
 
 
 class PivotQueries:
@@ -85,7 +86,9 @@ class DriftCheck:
         self.pool, self.tables = pool, tables
         self._device = tables.lengths.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._in_pages = self._stream is not None and geometry.head_dim in KERNEL_DIMS
+        rows = (retrieval.window + 1) * geometry.query_heads // geometry.kv_heads
+        fits = geometry.head_dim in KERNEL_DIMS and rows * geometry.head_dim * geometry.dtype.itemsize <= KERNEL_BYTES
+        self._in_pages = self._stream is not None and fits
         self._layers = [retrieval.clusters[cluster].layer for cluster in queries.clusters]
 
     def load_kernels(self) -> None:
@@ -119,20 +122,20 @@ class DriftCheck:
         Pages of a pivot's prompt stay as they are while the request lives. Its queries do not: they are copied.
         """
         assert request.offloaded is not None
-        idle = [c for c in self.queries.clusters if c not in request.offloaded.in_flight]
-        if not idle:
+        in_flight = request.offloaded.in_flight
+        if in_flight.issuperset(self.queries.clusters):
             nothing = torch.zeros(0, device=self._device)
-            return Check(length, [], nothing.bool().cpu(), nothing[:, None], None)
+            return Check(length, [], in_flight, torch.zeros(0, dtype=torch.bool), nothing[:, None], None)
         recent, base = self.queries.recent[request.slot].clone(), self.queries.base[request.slot].clone()
         by_layer = zip(self._layers, request.offloaded.base_head.values(), strict=True)
         base_heads = upload([layer * self.geometry.kv_heads + head for layer, head in by_layer], self._device)
         with self.beside(recent, base, base_heads):
             flags, scores = self._compare(request, recent.transpose(0, 1), base[:, None], base_heads)
             if self._stream is None:
-                return Check(length, self.queries.clusters, flags, scores, None)
+                return Check(length, self.queries.clusters, in_flight, flags, scores, None)
             host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
             host.copy_(flags, non_blocking=True)
-            return Check(length, self.queries.clusters, host, scores, self._stream.record_event())
+            return Check(length, self.queries.clusters, in_flight, host, scores, self._stream.record_event())
 
     def _compare(
         self, request: LiveRequest, recent: torch.Tensor, base: torch.Tensor, base_heads: torch.Tensor

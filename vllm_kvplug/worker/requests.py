@@ -38,13 +38,15 @@ class Flight:
 class Check:
     """A drift check whose outcome is on its way to the host.
 
-    length: of the request at the check. clusters: that were checked, of which this rank holds the pivot. flags: bool
-    [clusters], in host memory once `ready` has happened. scores: of each pivot's newest query, float32 [clusters, T],
-    on the device, where protected tokens have inf.
+    length: of the request at the check. clusters: that were checked, of which this rank holds the pivot. in_flight:
+    clusters that had something in flight then, whatever their flags say. flags: bool [clusters], in host memory once
+    `ready` has happened. scores: of each pivot's newest query, float32 [clusters, T], on the device, where protected
+    tokens have inf.
     """
 
     length: int
     clusters: list[int]
+    in_flight: set[int]
     flags: torch.Tensor
     scores: torch.Tensor
     ready: Any

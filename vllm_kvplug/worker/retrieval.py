@@ -231,8 +231,7 @@ class Retriever:
             check.ready.synchronize()
         flags = torch.zeros(len(self.retrieval.clusters), dtype=torch.bool)
         flags[check.clusters] = check.flags
-        for cluster in request.offloaded.in_flight:
-            flags[cluster] = False
+        flags[list(check.in_flight)] = False
         if self.peers is not None:
             flags = self.peers.any(flags)
         triggered = flags.nonzero().flatten().tolist()

@@ -100,7 +100,8 @@ class Runtime:
     @cached_property
     def charges(self) -> Charges:
         """Device memory beside head pages."""
-        plan_bytes = self.decode_plan.nbytes if self.decode_plan else 0
+        plans = 2 if self.policy.page_selection else 1  # of all layers, and of what one layer's queries selected
+        plan_bytes = plans * self.decode_plan.nbytes if self.decode_plan else 0
         return charges(self.policy, self.geometry, self.max_batch, plan_bytes)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
