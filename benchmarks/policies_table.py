@@ -44,12 +44,20 @@ def _wgkv(level: float, tokens: int, model: str) -> dict[str, Any]:
     return {"cap": round(max(level * tokens - WGKV_WINDOW, 1) / (tokens - WGKV_WINDOW), 3)}
 
 
+def _selecting(local: int) -> Callable[[float, int, str], dict[str, Any]]:
+    """The last `local` tokens stay beside what is selected."""
+    return lambda level, tokens, model: {"ratio": round(level - local / tokens, 4)}
+
+
 KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "duo": _duo,
     "heterocache": _heterocache,
     "rkv": lambda level, tokens, model: {"decode_budget": round(level * tokens)},
     "streaming": lambda level, tokens, model: {"window": round(level * tokens) - 4},
+    "shadowkv_landmarks": _selecting(32),
     "wgkv": _wgkv,
+    "wgkv+snapkv": lambda level, tokens, model: {"budget": max(round(level * tokens) - WGKV_WINDOW, 16)},
+    "yakv": _selecting(64),
 }
 """Knobs for a level at a number of tokens, where they are not just the level as the knob that requests may change."""
 
