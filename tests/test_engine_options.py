@@ -303,7 +303,7 @@ def test_options_up_to_the_limits_are_served(crowded: Any, drift_model: Path) ->
 def test_what_the_host_tier_can_never_hold_is_refused(crowded: Any) -> None:
     """Prompt and answer count: a preempted request computes its answer as part of its prompt."""
     for length, tokens in ((LONG, 4), (SHORT, 200), (SHORT, None)):
-        with pytest.raises(ValueError, match="host_gib=.* has 40: lower max_tokens, raise host_gib"):
+        with pytest.raises(ValueError, match="host_gib=.* has 40: lower max_tokens, or raise host_gib"):
             crowded.llm_engine.add_request("long", {"prompt_token_ids": token_ids(length)}, sampling(tokens))
     (output,) = crowded.generate([{"prompt_token_ids": token_ids(SHORT)}], sampling(4), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
