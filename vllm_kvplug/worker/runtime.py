@@ -30,7 +30,7 @@ from vllm_kvplug.worker.flash import FlashPlan
 from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
-from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.requests import LiveRequest, upload
 from vllm_kvplug.worker.retrieval import Counters, Peers, Retriever, Tiers
 from vllm_kvplug.worker.selection import TokenSelector
 from vllm_kvplug.worker.sparse import SparsePlan
@@ -223,7 +223,7 @@ class Runtime:
         self._prepare_selection(rows[:live_decodes], lengths[:live_decodes], decode_rows)
         self._place[:padded_tokens] = -1
         if decode_rows:
-            on_device, phase = self._upload(torch.tensor([slots, phases], dtype=torch.int64))
+            on_device, phase = upload(torch.tensor([slots, phases]), self.device)
             self._row_slot[:decode_rows] = on_device
             self._phase[:decode_rows] = phase
             last = device_lengths[:decode_rows].long() - 1
@@ -395,8 +395,3 @@ class Runtime:
         if layer == self.geometry.layers - 1:
             self.prompt_end.give_back(request)
             self.windows.drop(request.slot)
-
-    def _upload(self, values: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return values
-        return values.pin_memory().to(self.device, non_blocking=True)

@@ -26,7 +26,7 @@ from vllm_kvplug.tiers.codecs import HIGGS_BITS
 from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.tiers.ledger import HOST_SLOT
-from vllm_kvplug.worker.requests import LiveRequest, Selected
+from vllm_kvplug.worker.requests import LiveRequest, Selected, upload
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class TokenSelector:
             return
         slots = self.host.allocate(1, ceil_div(request.prefill_end, HOST_SLOT))[0]
         request.selected = Selected(layout, slots)
-        self.host_slots[request.slot, : len(slots)] = self._upload(slots)
+        self.host_slots[request.slot, : len(slots)] = upload(slots, self._heads.device)
 
     def end(self, request: LiveRequest) -> None:
         """Forget a request. Stores that are still on their way come before those of its slots' next owner."""
@@ -140,12 +140,12 @@ class TokenSelector:
         # All heads keep alike, so that no page has to move.
         self.tables.shrink(slot, request.row, kept, before, layout.token_blocks, layout.kept)
         numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
-        self.layouts[slot] = self._upload(numbers)
+        self.layouts[slot] = upload(numbers, self._heads.device)
         self.blocks[slot, : len(blocks)] = blocks
         open_to = torch.ones(layout.landmarks, dtype=torch.bool)
         for start, end in layout.stays:
             open_to[start:end] = False
-        first = self._upload(open_to.nonzero()[-layout.selected :, 0])  # those next to the local window
+        first = upload(open_to.nonzero()[-layout.selected :, 0], self._heads.device)  # those next to the local window
         assert request.selected.stored is not None
         request.selected.stored.join()
         places = torch.arange(layout.stay, layout.kept, device=first.device)
@@ -211,7 +211,3 @@ class TokenSelector:
         how = self.rotary.frequencies, self._grid, self.pool.dtype
         ops.fetch_tokens(self.pool.pages, self.host.rows, *lists, *how)
         self.tables.set_positions(torch.where(on, where, -1), position)
-
-    def _upload(self, values: torch.Tensor) -> torch.Tensor:
-        device = self._heads.device
-        return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
