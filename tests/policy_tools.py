@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.drift_model import KV_HEADS, LAYERS, PROFILE, QUERY_HEADS
 from vllm_kvplug.calibrate.profile import HeadProfile, ProfiledModel, ProfileSettings, Provenance
+from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.policies.heterocache import HeteroCache
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
@@ -40,3 +44,13 @@ def heterocache(
     policy = make_policy("heterocache", {"profile": str(path), **knobs}, shape)
     assert isinstance(policy, HeteroCache)
     return policy
+
+
+def kept_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[list[int]]:
+    """The tokens that `top_tokens` chooses for every head."""
+    longest = max(counts)
+    chosen = top_tokens(scores, torch.tensor(counts), longest)
+    assert chosen.dtype == torch.int64
+    for head, count in enumerate(counts):
+        assert chosen[head, count:].tolist() == list(range(count, longest))
+    return [tokens[:count].tolist() for tokens, count in zip(chosen, counts, strict=True)]

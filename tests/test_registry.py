@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from policy_tools import kept_tokens
 from test_config import SHAPE, error_of, save_profile
 
 from vllm_kvplug import cli
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.gates.sink_gate import SinkGate
@@ -57,7 +57,7 @@ def test_a_third_party_policy_by_entry_point(install):
     assert type(policy).__name__ == "Ends"
     assert policy.kept(5) == [[5, 5]] * 3 and policy.kept(100) == [[6, 6]] * 3
     view = PromptView(torch.empty(0, 4, 32), torch.zeros(2, 20, 32), 0, range(2), 1.0, torch.zeros(2, 20, 32))
-    assert [t.tolist() for t in top_tokens(policy.score(view), [6, 6])] == [[0, 1, 2, 17, 18, 19]] * 2
+    assert kept_tokens(policy.score(view), [6, 6]) == [[0, 1, 2, 17, 18, 19]] * 2
     message = error_of(lambda: make_policy("ends", {"end": 3}, SHAPE))
     assert "--kv-policy-config for policy 'ends'" in message and "arena_gib, ends, host_gib" in message
 
@@ -281,9 +281,9 @@ def test_snapkv_keeps_its_window(budget: int):
     policy = make_policy("snapkv", {"budget_tokens": budget, "window": 8}, SHAPE)
     queries, keys = torch.randn(8, 4, 32) * 9, torch.randn(2, 60, 32) * 9
     scores = policy.score(PromptView(queries, keys, 0, range(2), 1.0, keys))
-    for chosen in top_tokens(scores, [budget, budget]):
+    for chosen in kept_tokens(scores, [budget, budget]):
         recent = min(budget, 8)
-        assert chosen[-recent:].tolist() == list(range(60 - recent, 60))
+        assert chosen[-recent:] == list(range(60 - recent, 60))
 
 
 def test_voters_must_fit_in_the_window(tmp_path: Path):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_tools import kept_tokens
 from reference import share_out
 
-from vllm_kvplug.components.allocators import even_parts, top_shared, top_tokens, water_fill
+from vllm_kvplug.components.allocators import even_parts, top_shared, water_fill
 
 WEIGHTS = st.lists(st.one_of(st.floats(0, 4), st.sampled_from([0.0, 0.1, 1.0])), min_size=1, max_size=12)
 
@@ -97,20 +98,18 @@ def test_more_budget_takes_nothing_away(weights: list[float], high: int):
 
 def test_top_tokens_are_in_order_of_position():
     scores = torch.tensor([[0.1, 0.9, 0.5, 0.7], [4.0, 3.0, 2.0, 1.0]])
-    chosen = top_tokens(scores, [3, 2])
-    assert [c.tolist() for c in chosen] == [[1, 2, 3], [0, 1]]
-    assert all(c.dtype == torch.int64 for c in chosen)
+    assert kept_tokens(scores, [3, 2]) == [[1, 2, 3], [0, 1]]
 
 
 def test_ties_go_to_the_earlier_token():
     scores = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0], [7.0] * 5])
-    assert [c.tolist() for c in top_tokens(scores, [2, 3])] == [[1, 2], [0, 1, 2]]
+    assert kept_tokens(scores, [2, 3]) == [[1, 2], [0, 1, 2]]
 
 
 def test_infinite_scores_come_first():
     inf = torch.inf
     scores = torch.tensor([[5.0, inf, 6.0, inf, -inf, inf]])
-    chosen = [top_tokens(scores, [count])[0].tolist() for count in (2, 3, 4, 6)]
+    chosen = [kept_tokens(scores, [count])[0] for count in (2, 3, 4, 6)]
     assert chosen == [[1, 3], [1, 3, 5], [1, 2, 3, 5], [0, 1, 2, 3, 4, 5]]
 
 
@@ -119,9 +118,9 @@ def test_infinite_scores_come_first():
 def test_top_tokens_against_sorting(heads: int, tokens: int, seed: int, data: st.DataObject):
     values = torch.randint(0, 6, (heads, tokens), generator=torch.Generator().manual_seed(seed)).float()
     counts = data.draw(st.lists(st.integers(1, tokens), min_size=heads, max_size=heads))
-    for head, chosen in enumerate(top_tokens(values, counts)):
+    for head, chosen in enumerate(kept_tokens(values, counts)):
         ranked = sorted(range(tokens), key=lambda t: (-values[head, t].item(), t))
-        assert chosen.tolist() == sorted(ranked[: counts[head]])
+        assert chosen == sorted(ranked[: counts[head]])
 
 
 # ----------------------------------------------------------------------------------------------- top_shared

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from policy_tools import kept_tokens
 from safetensors.torch import save_file
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
-from vllm_kvplug.components.allocators import top_tokens
 from vllm_kvplug.door import check_request
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
@@ -48,7 +48,7 @@ def selected(policy: Oracle, tokens: int) -> list[list[list[int]]]:
     for layer, counts in enumerate(kept):
         nothing = torch.zeros(2, tokens, 32)
         ranks = policy.score(PromptView(nothing[:0], nothing, layer, range(2), 1.0, nothing))
-        result.append([chosen.tolist() for chosen in top_tokens(ranks, counts)])
+        result.append(kept_tokens(ranks, counts))
     return result
 
 

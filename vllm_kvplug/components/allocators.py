@@ -50,14 +50,18 @@ def water_fill(total: int, weights: Sequence[float], low: int, high: int) -> lis
     return result
 
 
-def top_tokens(scores: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """The `counts[h]` best tokens of each head, in ascending position.
+def top_tokens(scores: torch.Tensor, counts: torch.Tensor, longest: int) -> torch.Tensor:
+    """The `counts[h]` best tokens of each head, in ascending position: int64 [heads, longest].
 
-    scores float32 [heads, tokens], higher is kept; ties go to the earlier token, so that every rank and
-    device makes the same choice. Returns one int64 tensor per head. No host synchronisation.
+    scores float32 [heads, tokens], higher is kept; ties go to the earlier token, so that every rank and device makes
+    the same choice. counts int64 [heads], on the same device, at most `longest`; entry i of what lies behind a head's
+    best is i. No host synchronisation.
     """
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices
-    return [order[head, :count].sort().values for head, count in enumerate(counts)]
+    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :longest]
+    place = torch.arange(longest, device=scores.device)
+    chosen = place < counts[:, None]
+    in_order = order.masked_fill(~chosen, scores.shape[1]).sort(1).values
+    return torch.where(chosen, in_order, place)
 
 
 def even_parts(total: int, parts: int, device: torch.device | str | None = None) -> torch.Tensor:

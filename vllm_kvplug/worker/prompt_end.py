@@ -14,7 +14,7 @@ from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import PagePlan
 from vllm_kvplug.policies.base import PromptView
-from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.requests import LiveRequest, upload
 
 if TYPE_CHECKING:
     from vllm_kvplug.memory import Geometry
@@ -53,11 +53,12 @@ class PromptEnd:
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # a copy, and nothing ties with what follows
         for start, end in request.policy.options.protect:
             scores[:, start:end] = torch.inf
-        chosen = top_tokens(scores, counts)
-        source = torch.cat([stored[h, chosen[h]] for h in cut])
-        target = torch.cat([stored[h, : counts[h]] for h in cut])
-        self.pool.copy_tokens(source, target)
-        self.tables.set_positions(target, torch.cat([chosen[h] for h in cut]))
+        which, kept = upload(torch.tensor([cut, [counts[h] for h in cut]]), device)
+        stored, longest = stored[which], max(counts[h] for h in cut)
+        chosen = top_tokens(scores[which], kept, longest)
+        target = stored[:, :longest]  # behind what a head keeps every token is copied to itself
+        self.pool.copy_tokens(stored.gather(1, chosen).flatten(), target.flatten())
+        self.tables.set_positions(target, chosen)
 
     def give_back(self, request: LiveRequest) -> None:
         """After the last layer: pack the kept pages into the blocks that stay."""
