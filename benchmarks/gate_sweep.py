@@ -1,15 +1,16 @@
 """What gates are worth at 4,096 tokens: scores over budgets of fastkvzip and thresholds of wgkv, beside baselines.
 
     python -m benchmarks.gate_sweep MODEL --tasks tasks.py --out FILE [--tokens 4096] [--examples 100]
-        [--keys eval multiquery] [--at-once N] [--seconds S]
+        [--keys eval multiquery] [--scores DIR] [--at-once N] [--seconds S]
 
 Metrics are eval4096.RUN.rel and so on, and with questions that policies do not see before they cut,
-multiquery4096.RUN.rel.
+multiquery4096.RUN.rel; wgkv and streaming never look ahead, so that theirs would be the same.
 Runs: keep60 to keep20, fastkvzip with that percentage; tau05 to tau90, wgkv without a cap and with that threshold;
-snapkv_P, streaming_P and random_P with P percent. admit30 and admit15 are the runs of wgkv whose heads store most and
-not more than that percentage of all tokens, the window included, as a baseline of that budget does; admitted is the
-share that the gate let in of tokens that have left the window. What else rows hold, and how a call goes on with
-another's file: benchmarks/eval_tasks.py.
+snapkv_P, streaming_P and random_P with P percent; with --scores, where `python -m benchmarks.oracle_scores` has filled
+DIR/eval and, with its --multiquery, DIR/multiquery, kvzip_P, the oracle of fastkvzip's target. admit30 and admit15 are
+the runs of wgkv whose heads store most and not more than that percentage of all tokens, the window included, as a
+baseline of that budget does; admitted is the share that the gate let in of tokens that have left the window. What else
+rows hold, and how a call goes on with another's file: benchmarks/eval_tasks.py.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from pathlib import Path
 from benchmarks.eval_tasks import Examination, Runs, lanes_of
 from benchmarks.lanes import Row, measure
 from benchmarks.policies_table import WGKV_WINDOW, knobs_of
+from vllm_kvplug.eval.prompts import WITHOUT_CONTEXT_END
 
 KEPT = (0.6, 0.5, 0.4, 0.3, 0.2)
-TAUS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+TAUS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
 BASELINES = ("snapkv", "streaming", "random")
 BASELINES_KEEP = (0.4, 0.3, 0.15)
+ORACLE_KEEPS = (0.4, 0.3, 0.2)
 ADMITTED = (0.3, 0.15)
 
 
@@ -32,12 +35,14 @@ def percent(share: float) -> str:
     return f"{round(100 * share):02d}"
 
 
-def runs_of(tokens: int, model: str) -> Runs:
+def runs_of(tokens: int, model: str, scores: Path | None) -> Runs:
     runs: Runs = {f"keep{percent(kept)}": ("fastkvzip", {"ratio": kept}) for kept in KEPT}
     runs |= {f"tau{percent(tau)}": ("wgkv", {"tau": tau}) for tau in TAUS}
     for policy in BASELINES:
         for kept in BASELINES_KEEP:
             runs[f"{policy}_{percent(kept)}"] = (policy, knobs_of(policy, kept, tokens, model))
+    if scores is not None:
+        runs |= {f"kvzip_{percent(kept)}": ("oracle", {"ratio": kept, "scores": str(scores)}) for kept in ORACLE_KEEPS}
     return runs
 
 
@@ -64,12 +69,17 @@ def main() -> None:
     Examination.add_arguments(parser, examples=100)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--keys", nargs="+", choices=["eval", "multiquery"], default=["eval", "multiquery"])
+    parser.add_argument("--scores", type=Path, metavar="DIR", help="of the oracle, for prompts and for contexts")
     parser.add_argument("--seconds", type=float, help="leave out what has not ended by then")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    runs, lanes = runs_of(args.tokens, args.model), []
+    lanes = []
     for key in args.keys:
-        lanes += lanes_of(Examination.of(args, args.tokens, multiquery=key == "multiquery"), runs)
+        runs = runs_of(args.tokens, args.model, args.scores and args.scores / key / "kvzip")
+        multiquery = key == "multiquery"
+        if multiquery:
+            runs = {name: run for name, run in runs.items() if run[0] not in WITHOUT_CONTEXT_END}
+        lanes += lanes_of(Examination.of(args, args.tokens, multiquery), runs)
     measure(lanes, args.out, args.seconds, title=f"gates{args.tokens} {args.dtype}", derive=admission_metrics)
 
 

@@ -203,6 +203,8 @@ def test_thresholds_by_what_they_admit():
 
 
 def test_the_sweep_is_what_gates_are_held_against():
-    runs = gate_sweep.runs_of(4096, "any")
+    assert "kvzip_40" not in gate_sweep.runs_of(4096, "any", None)
+    runs = gate_sweep.runs_of(4096, "any", Path("scores"))
+    assert runs["kvzip_40"] == ("oracle", {"ratio": 0.4, "scores": "scores"})
     assert {"keep40", "keep30", "keep20", "tau05", "tau90", "snapkv_40", "snapkv_30", "streaming_30"} <= runs.keys()
     assert runs["streaming_30"] == ("streaming", {"window": 1225}) and runs["snapkv_15"] == ("snapkv", {"ratio": 0.15})
