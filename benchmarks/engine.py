@@ -6,7 +6,9 @@ import ctypes
 import fcntl
 import multiprocessing
 import os
+import pickle
 import signal
+import tempfile
 import time
 import traceback
 from collections import deque
@@ -75,12 +77,16 @@ def side_by_side(
     spawn, waiting = multiprocessing.get_context("spawn"), deque(enumerate(jobs))
     running: dict[Any, tuple[int, Any]] = {}
     end = None if seconds is None else time.monotonic() + seconds
+    folder = tempfile.TemporaryDirectory()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 number, job = waiting.popleft()
                 receiver, sender = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=_tell, args=(job, sender))
+                # A large job in a pipe would hold this process up until the other one, its imports done, reads it.
+                written = Path(folder.name) / str(number)
+                written.write_bytes(pickle.dumps(job))
+                process = spawn.Process(target=_tell, args=(written, sender))
                 process.start()
                 sender.close()
                 running[receiver] = number, process
@@ -93,6 +99,7 @@ def side_by_side(
     finally:
         for _, process in running.values():
             process.kill()
+        folder.cleanup()
 
 
 def apart(job: Callable[[], Result]) -> Result:
@@ -103,11 +110,11 @@ def apart(job: Callable[[], Result]) -> Result:
     return outcome.value  # type: ignore[return-value]
 
 
-def _tell(job: Callable[[], Any], sender: Any) -> None:
+def _tell(written: Path, sender: Any) -> None:
     """Send a job's outcome, from its process, which must not outlive the command that started it."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        sender.send(Outcome(job()))
+        sender.send(Outcome(pickle.loads(written.read_bytes())()))
     except Exception:
         sender.send(Outcome(None, traceback.format_exc()))
 
