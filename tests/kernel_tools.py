@@ -21,9 +21,9 @@ runs_kernel = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="
 
 
 def starts_interpreter(test):
-    """For the test that calls `run_interpreted`."""
-    found = importlib.util.find_spec("triton") is not None
-    return pytest.mark.skipif(INTERPRETED or not found, reason="runs this file, and needs triton")(test)
+    """For the test that calls `run_interpreted`. Where there is a GPU the other tests of the file run as they are."""
+    needless = INTERPRETED or DEVICE == "cuda" or importlib.util.find_spec("triton") is None
+    return pytest.mark.skipif(needless, reason="runs this file without a GPU, and needs triton")(test)
 
 
 def run_interpreted(file: str, select: str = "") -> None:
