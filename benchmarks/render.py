@@ -297,7 +297,7 @@ def targets() -> dict[Path, str]:
     """Files with markers, and what belongs between them."""
     return {
         ROOT / "README.md": section(),
-        ROOT / "docs" / "policies.md": "\n".join(policy_table(load_file("policies"))).rstrip(),
+        ROOT / "docs" / "choosing.md": "\n".join(policy_table(load_file("policies"))).rstrip(),
         ROOT / "docs" / "evaluation.md": "\n".join(fidelity_table(load_file("fidelity"))),
     }
 
