@@ -69,8 +69,9 @@ def streaming(window: int, sinks: int = 4) -> Case:
     return Case(f"streaming-{window}", "streaming", knobs, Streaming(sinks=sinks, window=window))
 
 
-def snapkv(ratio: float) -> Case:
-    return Case(f"snapkv-{ratio}", "snapkv", {"ratio": ratio}, SnapKV(ratio=ratio))
+def snapkv(ratio: float, allocation: str = "uniform") -> Case:
+    rule = SnapKV(ratio=ratio, layers_share=allocation == "layer")
+    return Case(f"snapkv-{ratio}-{allocation}", "snapkv", {"ratio": ratio, "allocation": allocation}, rule)
 
 
 def random_keep(ratio: float, seed: int = 3) -> Case:
@@ -82,10 +83,10 @@ ANGLES = [10_000 ** (-i / 16) for i in range(16)]
 """Of the tiny model's rotary positions."""
 
 
-def expected_attention(ratio: float, window: int = 512) -> Case:
-    knobs = {"ratio": ratio, "window": window}
-    rule = ExpectedAttention(ANGLES, ratio=ratio, window=window)
-    return Case(f"expected-{ratio}-{window}", "expected_attention", knobs, rule)
+def expected_attention(ratio: float, window: int = 512, allocation: str = "uniform") -> Case:
+    knobs = {"ratio": ratio, "window": window, "allocation": allocation}
+    rule = ExpectedAttention(ANGLES, ratio=ratio, window=window, layers_share=allocation == "layer")
+    return Case(f"expected-{ratio}-{window}-{allocation}", "expected_attention", knobs, rule)
 
 
 GATES = [[0.2, 0.9], [0.9, 0.1], [0.0, 0.4]]

@@ -49,6 +49,7 @@ class Rule:
     """What a query sees, and what each head keeps of a prompt. The default keeps everything."""
 
     newest = 0  # so many of the prompt's last tokens are kept before all others
+    layers_share = False  # the heads of a layer divide the sum of their budgets, by score
     protect: Sequence[tuple[int, int]] = ()  # ranges of the prompt that every head keeps, beyond its budget if need be
     context_end: int | None = None  # so many tokens are the prompt as far as the rule is concerned; None: all
 
@@ -123,6 +124,7 @@ class SnapKV(Rule):
     budget_tokens: int | None = None
     window: int = 64
     kernel: int = 5
+    layers_share: bool = False
 
     @property
     def newest(self) -> int:
@@ -258,8 +260,8 @@ def protected(ranges: Sequence[tuple[int, int]], tokens: int) -> list[int]:
     return [t for start, end in ranges for t in range(start, min(end, tokens))]
 
 
-def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple[int, int]] = ()) -> list[int]:
-    """A head's `budget` tokens: protected ones, then the last `newest`, then by score [T], then the earlier."""
+def ranking(scores: torch.Tensor, newest: int, protect: Sequence[tuple[int, int]]) -> list[tuple[float, ...]]:
+    """What a head's tokens are sorted by: protected ones, the last `newest`, then by score [T], then the earlier."""
     tokens = len(scores)
     values = scores.tolist()
 
@@ -268,7 +270,34 @@ def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple
             return 0, t
         return (1, -t) if t >= tokens - newest else (2, -values[t], t)
 
-    return sorted(sorted(range(tokens), key=rank)[: max(budget, len(protected(protect, tokens)))])
+    return [rank(t) for t in range(tokens)]
+
+
+def pick(scores: torch.Tensor, budget: int, newest: int, protect: Sequence[tuple[int, int]] = ()) -> list[int]:
+    """A head's `budget` tokens, in order of position; all that are protected if these are more."""
+    ranks = ranking(scores, newest, protect)
+    best = sorted(range(len(ranks)), key=ranks.__getitem__)
+    return sorted(best[: max(budget, len(protected(protect, len(ranks))))])
+
+
+def share_layer(
+    scores: torch.Tensor, budgets: Sequence[int], newest: int, protect: Sequence[tuple[int, int]]
+) -> list[int]:
+    """How many tokens each head of a layer keeps, scores [H, T], where all of them divide the sum of their budgets.
+
+    Every head first has what is protected, and of its best others a fifth of an even share; then the best of all come.
+    """
+    heads, tokens = scores.shape
+    safe = len(protected(protect, tokens))
+    together = sum(max(budget, safe) for budget in budgets)
+    own = safe + int(Fraction(together - safe * heads, heads) / 5)
+    ranks = [ranking(row, newest, protect) for row in scores]
+    counts, others = [own] * heads, []
+    for head, row in enumerate(ranks):
+        others += [(rank, head) for rank in sorted(row)[own:]]
+    for _, head in sorted(others)[: together - own * heads]:
+        counts[head] += 1
+    return counts
 
 
 @dataclass
@@ -350,9 +379,10 @@ class State:
         scores = [self.rule.scores(index, layer) for index, layer in enumerate(self.layers)]
         for index, layer in enumerate(self.layers):
             layer.keep[:] = False
+            how = self.rule.newest, self.rule.protect
+            counts = share_layer(scores[index], budgets[index], *how) if self.rule.layers_share else budgets[index]
             for head in range(heads):
-                chosen = pick(scores[index][head], budgets[index][head], self.rule.newest, self.rule.protect)
-                layer.keep[head, chosen] = True
+                layer.keep[head, pick(scores[index][head], counts[head], *how)] = True
         return scores
 
     def kept(self) -> Positions:

@@ -50,6 +50,7 @@ class ExpectedAttention(Rule):
     window: int = 512
     sinks: int = 4
     future: int = 512
+    layers_share: bool = False
 
     def budgets(self, layers: int, heads: int, tokens: int) -> Budgets:
         return [[uniform_budget(tokens, self.ratio, None)] * heads for _ in range(layers)]

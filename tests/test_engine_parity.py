@@ -45,6 +45,7 @@ CASES = [
     random_keep(1),
     duo(1),
     expected_attention(1),
+    snapkv(1, "layer"),
     knorm(1, 16, 100),
     fastkvzip(1, 16, 100),
     knorm(1, 16, 100, "uniform"),

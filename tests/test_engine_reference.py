@@ -47,6 +47,8 @@ CASES = [
     duo(0.5),
     expected_attention(0.4),
     expected_attention(0.3, window=100),
+    snapkv(0.3, "layer"),
+    expected_attention(0.4, allocation="layer"),
     heterocache("two-pivots", TWO_PIVOTS, 0.6),
     heterocache("volatile", VOLATILE, 0.7, window=24),
     knorm(0.5, 16, 64),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplug.plan import Cuts, DecodeCuts, PagePlan, SharedPlan, ceil_div
+from vllm_kvplug.plan import Cuts, DecodeCuts, LayerPlan, PagePlan, SharedPlan, ceil_div, own_tokens
 from vllm_kvplug.shape import ModelShape
 
 
@@ -41,6 +41,36 @@ def brute_pages(shape: ModelShape, kept: list[list[int]], new: int) -> int:
                     mine = rank // (shape.tensor_parallel // shape.kv_heads) == head
                 ranks[rank] += ceil((layer[head] + new) / 16) if mine else 0
     return max(ranks)
+
+
+# ------------------------------------------------------------------------------------- layers that share
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 120), st.integers(0, 60), st.data())
+def test_a_layers_heads_fit_however_they_share(tensor_parallel: int, end: int, new: int, data: st.DataObject):
+    shape = shape_of(2, 4, tensor_parallel)
+    budgets = data.draw(st.lists(st.integers(1, end), min_size=8, max_size=8))
+    plan = LayerPlan(shape, lambda n: [budgets[:4], budgets[4:]])
+    shared = []
+    for layer in (budgets[:4], budgets[4:]):
+        heads: list[int] = []
+        for rank in range(tensor_parallel):  # a rank's heads share what is theirs
+            mine = layer[rank * len(layer) // tensor_parallel : (rank + 1) * len(layer) // tensor_parallel]
+            left = sum(mine)
+            for behind in range(len(mine) - 1, -1, -1):
+                least, most = max(left - behind * end, 0), min(left, end)
+                heads.append(data.draw(st.integers(least, most)))
+                left -= heads[-1]
+        shared.append(heads)
+    assert brute_pages(shape, shared, new) <= plan.decode_pages(end, end + new) <= plan.prefill_pages(end + new)
+    assert plan.held(end, end) == (plan.prefill_blocks(end), plan.decode_blocks(end, end))
+    assert plan.row_entries(end, end + new) <= plan.most_entries(end + new)
+    assert plan.decode_blocks(end, end + new) <= plan.peak_blocks(end + new)
+
+
+def test_what_a_head_of_a_shared_layer_has_for_itself():
+    assert own_tokens(0, 400, 4) == 20 and own_tokens(10, 440, 4) == 30 and own_tokens(5, 20, 4) == 5
 
 
 # ------------------------------------------------------------------------------------------------- dense

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -34,6 +34,14 @@ AllocationKnob = Annotated[
     Field(
         description="Who shares the budget: joint, all heads; layer, the heads of each layer, where every head first "
         "keeps its own best tokens up to a fifth of an even share; uniform, nobody: heads store the same number."
+    ),
+]
+
+LayerAllocationKnob = Annotated[
+    Literal["uniform", "layer"],
+    Field(
+        description="Who shares the budget: uniform, nobody; layer, the heads of each layer (AdaKV), where every head "
+        "first keeps its own best tokens up to a fifth of an even share."
     ),
 ]
 

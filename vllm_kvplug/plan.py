@@ -155,6 +155,37 @@ SAFEGUARD = Fraction(1, 5)
 """Of an even share: what a head of a layer that shares keeps whatever the others' scores are, as AdaKV publishes it."""
 
 
+def own_tokens(safe: int, kept: int, heads: int) -> int:
+    """Best tokens that each of `heads` heads keeps whatever the others' scores, where they share `kept`.
+
+    safe: tokens that every head keeps anyway.
+    """
+    return safe + int(SAFEGUARD * Fraction(kept - safe * heads, heads))
+
+
+class LayerPlan(PagePlan):
+    """Blocks of a request whose heads share, layer by layer, what `kept` gives those of a rank together.
+
+    Who keeps how much is up to the data. However n tokens lie in H heads, they fill at most (n + 15 * H) / 16 pages.
+    """
+
+    def __init__(self, shape: ModelShape, kept: Callable[[int], Kept]):
+        super().__init__(shape, kept)
+        self._rank_totals = lru_cache(maxsize=1024)(self._sum_layers)
+
+    def decode_pages(self, prefill_end: int, n: int) -> int:
+        heads = self.shape.rank_kv_heads
+        dense, more = heads * ceil_div(n, PAGE), (n - prefill_end + PAGE - 1) * heads
+        return max(
+            sum(min((total + more) // PAGE, dense) for total in totals) for totals in self._rank_totals(prefill_end)
+        )
+
+    def _sum_layers(self, prefill_end: int) -> list[list[int]]:
+        """Tokens that the heads of a rank keep together, by rank and layer."""
+        ranks = (self.shape.rank_heads(rank) for rank in range(self.shape.tensor_parallel))
+        return [[sum(layer[head] for head in heads) for layer in self.kept(prefill_end)] for heads in ranks]
+
+
 @dataclass(frozen=True)
 class DecodeCuts:
     """Eviction while a request decodes: at multiples of `every` tokens, down to `budget` tokens per head on average.
@@ -241,8 +272,7 @@ class Cuts:
 
     def own(self, cut: int, kept: int, heads: int) -> int:
         """Best tokens that each head keeps whatever the others' scores, where `heads` heads keep `kept` at a cut."""
-        safe = self.safe(cut)
-        return safe + int(SAFEGUARD * Fraction(kept - safe * heads, heads)) if self.allocation == "layer" else 0
+        return own_tokens(self.safe(cut), kept, heads) if self.allocation == "layer" else 0
 
     def protects(self, token: int) -> bool:
         return any(start <= token < end for start, end in self.protect)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.eval.report import MEAN, Results, key_of, rows, write
+from vllm_kvplug.eval.report import MEAN, Results, key_of, pareto, rows, write
 
 FULL = {"policy": "full", "tokens": 512, "memory": 1.25, "tasks": ["a", "a", "b"], "scores": [1, 0.5, 1]}
 HALF = {"policy": "snapkv@0.5", "tokens": 512, "memory": 0.5, "tasks": ["a", "a", "b"], "scores": [0.75, 0, 1]}
@@ -52,6 +52,12 @@ def test_files(tmp_path: Path):
     text = (tmp_path / "table.md").read_text()
     assert "| snapkv@0.5 | 512 | a | 0.375 | 0.500 |" in text
     assert "| snapkv@0.5 | 512 | 0.500 | 0.2500 | 7 |" in text
+
+
+def test_the_front_is_what_nothing_beats_in_both():
+    points = [(1.0, 1.0), (0.5, 0.7), (0.5, 0.9), (0.25, 0.4), (0.6, 0.8), (0.25, math.nan), (1.0, 0.9)]
+    assert pareto(points) == [(0.25, 0.4), (0.5, 0.9), (1.0, 1.0)]
+    assert pareto([]) == []
 
 
 def test_plot(tmp_path: Path):

@@ -64,6 +64,16 @@ def top_tokens(scores: torch.Tensor, counts: torch.Tensor, longest: int) -> torc
     return torch.where(chosen, in_order, place)
 
 
+def in_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each row of a bool mask [heads, tokens] is true: int64 [heads, tokens], and how many there are, [heads].
+
+    Positions ascend; entry i of what lies behind them is i.
+    """
+    counts, place = mask.sum(1), torch.arange(mask.shape[1], device=mask.device)
+    chosen = torch.sort(mask, dim=1, descending=True, stable=True).indices
+    return torch.where(place < counts[:, None], chosen, place), counts
+
+
 def even_parts(total: int, parts: int, device: torch.device | str | None = None) -> torch.Tensor:
     """`total` in parts that differ by one at most, larger ones first: int64 [parts]."""
     return (total + parts - 1 - torch.arange(parts, device=device)) // parts

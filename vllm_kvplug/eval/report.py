@@ -106,8 +106,20 @@ def _number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
+def pareto(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (kept memory, score) those that no other beats in both, by kept memory; NaN are none."""
+    front: list[tuple[float, float]] = []
+    for kept, score in sorted((p for p in points if not any(map(math.isnan, p))), key=lambda p: (p[0], -p[1])):
+        if not front or score > front[-1][1]:
+            front.append((kept, score))
+    return front
+
+
 def plot(found: list[Row], path: Path) -> None:
-    """Score relative to full attention against kept memory, one panel per task and one for the mean."""
+    """Score relative to full attention against kept memory, one panel per task and one for the mean.
+
+    A line joins those of a length that none of the same length beats in both.
+    """
     import matplotlib.pyplot as plt
 
     tasks = list(dict.fromkeys(r["task"] for r in found))
@@ -124,6 +136,9 @@ def plot(found: list[Row], path: Path) -> None:
             axis.errorbar(r["kept"], r["relative"], yerr=error, fmt="o", capsize=3, color=colour, label=label)
             place = {"xy": (r["kept"], r["relative"]), "xytext": (5, 4), "textcoords": "offset points"}
             axis.annotate(f"{r['tokens']}", **place, size=7)
+        for tokens in dict.fromkeys(r["tokens"] for r in found):
+            front = pareto([(r["kept"], r["relative"]) for r in found if (r["task"], r["tokens"]) == (task, tokens)])
+            axis.plot([kept for kept, _ in front], [relative for _, relative in front], color="0.75", zorder=0)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)
     figure.supxlabel("kept memory, relative to full attention")

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from vllm_kvplug.config import PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
-from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan
+from vllm_kvplug.plan import Cuts, Kept, LayerPlan, PagePlan, Plan, SharedPlan
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots
@@ -222,6 +222,11 @@ class Policy(ABC, Generic[ConfigT]):
         return type(self).cuts is not Policy.cuts
 
     @property
+    def shares_layers(self) -> bool:
+        """Whether heads of a layer of a rank share the sum of what `kept` gives them, the best scores first."""
+        return False
+
+    @property
     def gated(self) -> bool:
         """Whether tokens are scored once, when they come in."""
         return type(self).make_gate is not Policy.make_gate
@@ -239,6 +244,8 @@ class Policy(ABC, Generic[ConfigT]):
         if self.evicts and self.shares_budget:
             return SharedPlan(self.shape, self._cuts_with_protected)
         kept = self._kept_with_protected if self.evicts else None
+        if kept and self.shares_layers:
+            return LayerPlan(self.shape, kept)
         return PagePlan(self.shape, kept, self.ring.tokens if self.ring else None)
 
     def _cuts_with_protected(self, prompt_len: int) -> Cuts:

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplug.components.expected import expected_attention, query_statistics
-from vllm_kvplug.config import BudgetConfig
+from vllm_kvplug.config import BudgetConfig, LayerAllocationKnob
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Policy, PromptView
@@ -21,10 +21,11 @@ class ExpectedAttentionConfig(BudgetConfig):
     window: int = Field(default=512, ge=1, description="Last prompt queries whose distribution is taken.")
     sinks: int = Field(default=4, ge=0, description="First tokens, which are kept and whose queries do not count.")
     future: int = Field(default=512, ge=1, description="Positions after the prompt at which queries are expected.")
+    allocation: LayerAllocationKnob = "uniform"
 
 
 class ExpectedAttention(Policy[ExpectedAttentionConfig]):
-    """The same budget for every head; tokens by the attention they can expect and the size of their values."""
+    """The same budget for every head, or for a layer's heads together; tokens by expected attention and values."""
 
     name = "expected_attention"
     Config = ExpectedAttentionConfig
@@ -37,6 +38,10 @@ class ExpectedAttention(Policy[ExpectedAttentionConfig]):
                 f"{shape.name or 'this model'} encodes them: choose another --kv-policy"
             )
         self.query_window = config.window
+
+    @property
+    def shares_layers(self) -> bool:
+        return self.config.allocation == "layer"
 
     def kept(self, prompt_len: int) -> Kept:
         return [[self.config.tokens(prompt_len)] * self.shape.kv_heads] * self.shape.layers

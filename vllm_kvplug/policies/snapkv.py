@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplug.components.scorers import prompt_attention, smooth
-from vllm_kvplug.config import BudgetConfig, PoolWidth
+from vllm_kvplug.config import BudgetConfig, LayerAllocationKnob, PoolWidth
 from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.shape import ModelShape
@@ -15,10 +15,11 @@ from vllm_kvplug.shape import ModelShape
 class SnapKVConfig(BudgetConfig):
     window: int = Field(default=64, ge=1, description="Last prompt tokens that vote, and are always kept.")
     kernel: PoolWidth = Field(default=5, description="Width of the average pool over votes.")
+    allocation: LayerAllocationKnob = "uniform"
 
 
 class SnapKV(Policy[SnapKVConfig]):
-    """The same budget for every head, its own tokens for each."""
+    """The same budget for every head, or for a layer's heads together; its own tokens for each."""
 
     name = "snapkv"
     Config = SnapKVConfig
@@ -26,6 +27,10 @@ class SnapKV(Policy[SnapKVConfig]):
     def __init__(self, config: SnapKVConfig, shape: ModelShape):
         super().__init__(config, shape)
         self.query_window = config.window
+
+    @property
+    def shares_layers(self) -> bool:
+        return self.config.allocation == "layer"
 
     def kept(self, prompt_len: int) -> Kept:
         return [[self.config.tokens(prompt_len)] * self.shape.kv_heads] * self.shape.layers

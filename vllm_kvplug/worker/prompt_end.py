@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvplug.components.allocators import top_tokens
+from vllm_kvplug.components.allocators import in_order, top_shared, top_tokens
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import PagePlan
+from vllm_kvplug.plan import LayerPlan, PagePlan, own_tokens
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.worker.requests import LiveRequest, upload
 
@@ -25,9 +25,11 @@ class PromptEnd:
 
     def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables):
         self.geometry, self.pool, self.tables = geometry, pool, tables
+        self._shared: dict[int, list[torch.Tensor]] = {}
+        """By slot, where heads share: what those of every layer that was compacted keep, int64 [KV heads]."""
 
-    def kept(self, request: LiveRequest) -> list[list[int]]:
-        """Tokens each head of this rank keeps, [layers][KV heads of the rank]."""
+    def budgets(self, request: LiveRequest) -> list[list[int]]:
+        """Tokens each head of this rank keeps, [layers][KV heads of the rank]; where they share, an even part of it."""
         heads, plan = self.geometry.head_range, request.plan
         assert isinstance(plan, PagePlan)
         return [list(layer[heads.start : heads.stop]) for layer in plan.kept(request.prefill_end)]
@@ -37,26 +39,45 @@ class PromptEnd:
 
         queries [window, query heads, d]: the prompt's last queries. Heads that keep everything stay as they are.
         """
-        length, counts = request.prefill_end, self.kept(request)[layer]
-        cut = [h for h, count in enumerate(counts) if count < length]
-        if not cut:
-            return
-        first = layer * self.geometry.kv_heads
-        device = self.tables.lengths.device
-        heads = torch.arange(first, first + self.geometry.kv_heads, device=device)
-        everything = torch.arange(length, device=device)
-        stored = self.tables.locate(request.slot, heads[:, None], everything)
+        length, budgets = request.prefill_end, self.budgets(request)[layer]
+        cut = [h for h, budget in enumerate(budgets) if budget < length]
+        shared = isinstance(request.plan, LayerPlan)
+        if cut and not shared:
+            stored, scores = self._scored(request, layer, queries)
+            which, kept = upload(torch.tensor([cut, [budgets[h] for h in cut]]), scores.device)
+            self._compact(stored[which], top_tokens(scores[which], kept, max(budgets[h] for h in cut)))
+        if shared:
+            kept = self._compact_shared(request, layer, queries, sum(budgets)) if cut else self._all(length)
+            self._shared.setdefault(request.slot, []).append(kept)
+
+    def _compact_shared(self, request: LiveRequest, layer: int, queries: torch.Tensor, together: int) -> torch.Tensor:
+        """As `compact_layer`, for heads that keep so many tokens together. Returns how many each keeps."""
+        stored, scores = self._scored(request, layer, queries)
+        own = own_tokens(request.policy.options.protected(request.prefill_end), together, len(scores))
+        chosen, kept = in_order(top_shared(scores, self._all(together)[:1], own))
+        self._compact(stored, chosen)
+        return kept
+
+    def _all(self, count: int) -> torch.Tensor:
+        """The same number for every head of a layer, int64."""
+        return torch.full((self.geometry.kv_heads,), count, device=self.tables.lengths.device)
+
+    def _scored(self, request: LiveRequest, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token slots of a layer's heads and their scores, protected tokens before all others, [KV heads, tokens]."""
+        g, device = self.geometry, self.tables.lengths.device
+        heads = torch.arange(layer * g.kv_heads, (layer + 1) * g.kv_heads, device=device)
+        stored = self.tables.locate(request.slot, heads[:, None], torch.arange(request.prefill_end, device=device))
         keys, values = self.pool.gather(stored)
-        view = PromptView(queries, keys, layer, self.geometry.head_range, self.geometry.scale, values)
-        scores = request.policy.score(view)
+        scores = request.policy.score(PromptView(queries, keys, layer, g.head_range, g.scale, values))
         if request.policy.options.protect:
             scores = scores.clamp(max=torch.finfo(scores.dtype).max)  # a copy, and nothing ties with what follows
         for start, end in request.policy.options.protect:
             scores[:, start:end] = torch.inf
-        which, kept = upload(torch.tensor([cut, [counts[h] for h in cut]]), device)
-        stored, longest = stored[which], max(counts[h] for h in cut)
-        chosen = top_tokens(scores[which], kept, longest)
-        target = stored[:, :longest]  # behind what a head keeps every token is copied to itself
+        return stored, scores
+
+    def _compact(self, stored: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Move tokens of heads, `chosen` among `stored`, to the front; what is behind stays where it is."""
+        target = stored[:, : chosen.shape[1]]
         self.pool.copy_tokens(stored.gather(1, chosen).flatten(), target.flatten())
         self.tables.set_positions(target, chosen)
 
@@ -64,10 +85,13 @@ class PromptEnd:
         """After the last layer: pack the kept pages into the blocks that stay."""
         length = request.prefill_end
         before, after = request.plan.held(length, length)
-        counts = [count for layer in self.kept(request) for count in layer]
-        kept = torch.tensor(counts).to(self.tables.lengths.device, non_blocking=True)
+        if request.slot in self._shared:
+            kept, longest = torch.cat(self._shared.pop(request.slot)), length
+        else:
+            counts = [count for layer in self.budgets(request) for count in layer]
+            kept, longest = upload(counts, self.tables.lengths.device), max(counts)
         assert request.row is not None
-        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, before, after, max(counts)))
+        self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, before, after, longest))
 
 
 class QueryWindows:
