@@ -62,9 +62,16 @@ KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
 """Knobs for a level at a number of tokens, where they are not just the level as the knob that requests may change."""
 
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "expected_attention+adakv": ("expected_attention", {"allocation": "layer"}),
+    "snapkv+adakv": ("snapkv", {"allocation": "layer"}),
+}
+"""Policies with knobs beside their level, under names of their own."""
+
+
 def compared() -> list[str]:
-    """Policies that can be compared."""
-    return [name for name in policy_names() if name not in NOT_COMPARED]
+    """Policies that can be compared, and variants of them."""
+    return sorted([name for name in policy_names() if name not in NOT_COMPARED] + list(VARIANTS))
 
 
 def knobs_of(policy: str, level: float, tokens: int, model: str) -> dict[str, Any]:
@@ -79,8 +86,11 @@ def knobs_of(policy: str, level: float, tokens: int, model: str) -> dict[str, An
 
 def runs_of(policies: list[str], levels: list[float], tokens: int, model: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Policy and knobs of every run, by its name POLICY@LEVEL."""
-    pairs = [(policy, level) for policy in policies for level in levels]
-    return {f"{policy}@{level:g}": (policy, knobs_of(policy, level, tokens, model)) for policy, level in pairs}
+    runs = {}
+    for name in policies:
+        policy, more = VARIANTS.get(name, (name, {}))
+        runs |= {f"{name}@{level:g}": (policy, more | knobs_of(policy, level, tokens, model)) for level in levels}
+    return runs
 
 
 def main() -> None:
