@@ -17,6 +17,7 @@ from vllm_kvplug.kernels import (  # noqa: E402
     pivot_scores,
     prefill_attention,
     sparse_prefill,
+    top_tokens,
     write_gate,
 )
 
@@ -53,6 +54,12 @@ INTEGERS = {
     "heads": "*i64",
     "partial": "*fp32",
     "sums": "*fp32",
+    "out_starts": "*i32",
+    "values": "*i32",
+    "wanted": "*i32",
+    "counts": "*i32",
+    "state": "*i32",
+    "above": "*i32",
 }
 TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2")
 PAGES = {"PAGE": 16, "CHUNK": 64}
@@ -117,6 +124,8 @@ def compile_for_hopper(
             return f"*{pages or dtype}"
         if name == "out" and kernel is write_gate._write_gate_kernel:
             return "*fp32"
+        if name == "out" and kernel is top_tokens._write_kernel:
+            return "*i32"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -161,3 +170,14 @@ def test_write_gate_compiles(dtype: str, dim: int, hidden: int, tokens: int) -> 
 def test_tables_compile() -> None:
     for kernel, constants in TABLES:
         assert compile_for_hopper(kernel, constants, "bf16").asm["cubin"]
+
+
+@pytest.mark.parametrize("parts", [1, 32])
+def test_radix_selection_compiles(parts: int) -> None:
+    sizes = {"HEADS": 8, "UNIT": 240, "PARTS": parts, "BLOCK": top_tokens.BLOCK, "DIGITS": top_tokens.DIGITS}
+    for level in range(top_tokens.LEVELS):
+        compiled = compile_for_hopper(top_tokens._count_kernel, {**sizes, "LEVEL": level}, "fp32", aligned=True, warps=8)
+        assert "STL" not in compiled.asm["sass"]
+    for values in ({}, {"values": None}):
+        constants = {**sizes, "OUT_UNIT": 16, **values}
+        assert compile_for_hopper(top_tokens._write_kernel, constants, "fp32", aligned=True, warps=8).asm["cubin"]
