@@ -23,7 +23,7 @@ def segment(starts, row, head, HEADS: tl.constexpr, UNIT: tl.constexpr):
 
 
 def parts_of(items: int, longest: int, block: int) -> int:
-    """Into how many parts, a power of two, the work of each of `items` heads is cut, which have `longest` elements at most.
+    """Into how many parts, a power of two, the work of each of `items` heads of up to `longest` elements is cut.
 
     Enough for a GPU, no more than the longest has blocks, and none where heads are many: empty programs cost time.
     """

@@ -16,7 +16,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
 from vllm_kvplug.kernels.lines import PROGRAMS, parts_of, segment
 
 BLOCK = 2048
@@ -159,7 +158,7 @@ class TopTokens:
 
     def __init__(self, rows: int, heads: int, longest: int, device: torch.device):
         self.heads, self.longest = heads, longest
-        parts = max(rows * heads, min(PROGRAMS, rows * heads * parts_of(1, longest, BLOCK)))
+        parts = max(rows * heads, PROGRAMS)
         self._counts = torch.empty((LEVELS, parts, DIGITS), dtype=torch.int32, device=device)
         self._above = torch.empty((LEVELS, parts), dtype=torch.int32, device=device)
         self._state = torch.empty((LEVELS, rows * heads, 2), dtype=torch.int32, device=device)

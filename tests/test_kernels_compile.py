@@ -14,6 +14,7 @@ from vllm_kvplug.kernels import (  # noqa: E402
     append,
     decode_attention,
     fetches,
+    page_scores,
     pivot_scores,
     prefill_attention,
     sparse_prefill,
@@ -60,8 +61,11 @@ INTEGERS = {
     "counts": "*i32",
     "state": "*i32",
     "above": "*i32",
+    "ids": "*i32",
+    "attended": "*i32",
+    "pages": "*i32",
 }
-TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2")
+TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2", "bounds")
 PAGES = {"PAGE": 16, "CHUNK": 64}
 
 
@@ -80,6 +84,11 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
         ),
         (pivot_scores._logits_kernel, {"QUERIES": 24, "QUERIES_PAD": 32, "D": dim, "KEYS": keys, **PAGES}),
     ]
+
+
+def promises(dim: int) -> tuple[Any, dict[str, Any]]:
+    sizes = {"HEADS": 8, "GROUP": 4, "D": dim, "PARTS": 32, "BLOCK": page_scores.BLOCK, "MOST": page_scores.MOST}
+    return page_scores._page_scores_kernel, {**sizes, **PAGES}
 
 
 def sparse(dtype: str, dim: int, group: int) -> list[tuple[Any, dict[str, Any]]]:
@@ -143,6 +152,12 @@ def test_attention_compiles(dtype: str, dim: int) -> None:
         assert compile_for_hopper(kernel, constants, dtype).asm["cubin"]
 
 
+@pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp32", 256)])
+def test_page_scores_compile(dtype: str, dim: int) -> None:
+    kernel, constants = promises(dim)
+    assert compile_for_hopper(kernel, constants, dtype, aligned=True).asm["cubin"]
+
+
 def test_attention_over_e4m3_compiles() -> None:
     for kernel, constants in attention("bf16", 128):
         assert compile_for_hopper(kernel, constants, "bf16", pages="fp8e4nv").asm["cubin"]
@@ -176,7 +191,9 @@ def test_tables_compile() -> None:
 def test_radix_selection_compiles(parts: int) -> None:
     sizes = {"HEADS": 8, "UNIT": 240, "PARTS": parts, "BLOCK": top_tokens.BLOCK, "DIGITS": top_tokens.DIGITS}
     for level in range(top_tokens.LEVELS):
-        compiled = compile_for_hopper(top_tokens._count_kernel, {**sizes, "LEVEL": level}, "fp32", aligned=True, warps=8)
+        compiled = compile_for_hopper(
+            top_tokens._count_kernel, {**sizes, "LEVEL": level}, "fp32", aligned=True, warps=8
+        )
         assert "STL" not in compiled.asm["sass"]
     for values in ({}, {"values": None}):
         constants = {**sizes, "OUT_UNIT": 16, **values}

@@ -30,6 +30,9 @@ TILE_TOKENS, TILE_ROWS = 1 << 17, 32
 SELECTED_BYTES = 128
 """What selecting a token takes: where it is and goes, ranking of places included."""
 
+RADIX_LEVELS, RADIX_DIGITS, RADIX_PARTS = 4, 256, 1024
+"""Of the radix selection: passes, digits that each knows, and parts of heads that are counted by themselves."""
+
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
@@ -117,10 +120,11 @@ class Charges:
         return (available - self.fixed) * block_bytes // (block_bytes + self.per_block)
 
 
-def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes: int) -> Charges:
+def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes: int, decode_rows: int = 0) -> Charges:
     """What an engine with this policy needs on a rank.
 
-    max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; 0 on the CPU, which needs none.
+    max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; decode_rows: of a decode step, padding
+    included. Both are 0 on the CPU, which needs no such plans.
     """
     sizes = geometry.table_sizes(0, policy)
     scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize, cuda=plan_bytes > 0)
@@ -131,11 +135,16 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
         + bound_bytes(policy, geometry)
         + places
         + plan_bytes
-        + selecting_table_bytes(policy, geometry),
+        + selecting_table_bytes(policy, geometry)
+        + page_line_bytes(policy, geometry, decode_rows),
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
-        workspace=workspace_bytes(policy, geometry) + drift_bytes(policy, geometry) + max_batch * scratch,
-        per_block=sizes.bytes_per_block() + geometry.heads * bound_bytes(policy, geometry),
+        workspace=workspace_bytes(policy, geometry, decode_rows > 0)
+        + drift_bytes(policy, geometry)
+        + max_batch * scratch,
+        per_block=sizes.bytes_per_block()
+        + geometry.heads * bound_bytes(policy, geometry)
+        + (page_line_bytes_per_block(policy, geometry) if decode_rows else 0),
     )
 
 
@@ -210,14 +219,16 @@ def _compared_bytes(geometry: Geometry, window: int, in_pages: bool = False) -> 
     return geometry.head_dim * (geometry.dtype.itemsize + 4) + 24 + (window + 1) * (12 * group + 24)
 
 
-def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+def workspace_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
     """Transient memory that vLLM's profile run does not see: of one layer's prompt attention and scoring, of a cut that
     judges tokens, or of one that packs what stays. One of them is alive at a time.
+
+    in_lines: whether decode rows select in lines, which are charged apart.
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
     if policy.page_selection is not None:
-        return max(attending, page_selecting_bytes(policy, g))
+        return attending if in_lines else max(attending, page_selecting_bytes(policy, g))
     if not policy.evicts:
         return attending
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
@@ -288,3 +299,23 @@ def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
     scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
     return tile * scored + g.max_requests * g.kv_heads * 24 * (policy.attended_pages(g.max_tokens) + CHUNK)
+
+
+def page_line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
+    """On CUDA, for every row of a step: the tables of the pages that it attends to, and room for their selection."""
+    if policy.page_selection is None or not rows:
+        return 0
+    chunks = ceil_div(ceil_div(geometry.max_tokens, PAGE), CHUNK)
+    tables = 4 * rows * (geometry.kv_heads * (chunks + CHUNK + 1) + 5)
+    return tables + radix_bytes(geometry, rows)
+
+
+def page_line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
+    """A score, an id and a place in a table for one page of every head of a layer."""
+    return 12 * geometry.kv_heads if policy.page_selection is not None else 0
+
+
+def radix_bytes(geometry: Geometry, rows: int) -> int:
+    """Of the radix selection on CUDA (kernels/top_tokens.py): counts of digits of every part of a head."""
+    items = rows * geometry.kv_heads
+    return 4 * RADIX_LEVELS * (max(items, RADIX_PARTS) * (RADIX_DIGITS + 1) + 2 * items)

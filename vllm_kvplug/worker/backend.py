@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvplug import compat, ops
+from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.shape import PAGE
 from vllm_kvplug.worker.attention import Gated, chunk_attention
 from vllm_kvplug.worker.flash import FlashPlan, flash_attention
@@ -65,9 +66,10 @@ class HeadPageBuilder(AttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Selection has shapes that follow from the requests of a step. vLLM profiles with a spec of its own."""
-        selects = compat.runtime_of(vllm_config).policy.selects
-        return AttentionCGSupport.NEVER if selects else cls._cudagraph_support
+        """Selection from the host has shapes that follow from the requests of a step. vLLM profiles with a spec of its
+        own."""
+        offloads = isinstance(compat.runtime_of(vllm_config).policy, SelectingPolicy)
+        return AttentionCGSupport.NEVER if offloads else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -102,7 +102,8 @@ class Runtime:
         """Device memory beside head pages."""
         plans = 2 if self.policy.page_selection else 1  # of all layers, and of what one layer's queries selected
         plan_bytes = plans * self.decode_plan.nbytes if self.decode_plan else 0
-        return charges(self.policy, self.geometry, self.max_batch, plan_bytes)
+        decode_rows = self.max_rows if self.device.type == "cuda" else 0
+        return charges(self.policy, self.geometry, self.max_batch, plan_bytes, decode_rows)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
@@ -185,8 +186,8 @@ class Runtime:
             return Step(0, nothing.int(), nothing, nothing[:, None].expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
-        self._prepare_selection([], [], 0)
         decode_rows = rows if rows == tokens else 0
+        self._prepare_selection([], [], decode_rows)
         self._plan_decode(decode_rows)
         tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
         return Step(decode_rows, *tables)
