@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MOST_PARTS = 32
 PROGRAMS = 1024
+"""Enough for a GPU."""
 
 
 @triton.jit
@@ -22,10 +22,11 @@ def segment(starts, row, head, HEADS: tl.constexpr, UNIT: tl.constexpr):
     return (start * HEADS + head * width) * UNIT
 
 
-def parts_of(items: int, longest: int, block: int) -> int:
+def parts_of(items: int, longest: int, block: int, most: int = PROGRAMS) -> int:
     """Into how many parts, a power of two, the work of each of `items` heads of up to `longest` elements is cut.
 
-    Enough for a GPU, no more than the longest has blocks, and none where heads are many: empty programs cost time.
+    Enough for a GPU, no more than the longest has blocks, at most `most`, a power of two too, and none where heads are
+    many: empty programs cost time.
     """
     enough = 1 << (max(PROGRAMS // items, 1).bit_length() - 1)
-    return min(triton.next_power_of_2(triton.cdiv(longest, block)), enough, MOST_PARTS)
+    return min(triton.next_power_of_2(triton.cdiv(longest, block)), enough, most)

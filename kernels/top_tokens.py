@@ -21,6 +21,8 @@ from vllm_kvplug.kernels.lines import PROGRAMS, parts_of, segment
 BLOCK = 2048
 DIGITS = 256
 LEVELS = 4
+MOST_PARTS = 16
+"""Every program adds up the counts of all parts of its head."""
 
 
 @triton.jit
@@ -189,7 +191,7 @@ class TopTokens:
         """
         rows = len(lengths)
         items = rows * self.heads
-        parts = parts_of(items, self.longest, BLOCK)
+        parts = parts_of(items, self.longest, BLOCK, MOST_PARTS)
         room = self._counts, self._state, self._above, items
         of_heads = *lengths.stride(), *wanted.stride()
         sizes = {"HEADS": self.heads, "UNIT": unit, "PARTS": parts, "BLOCK": BLOCK, "DIGITS": DIGITS, "num_warps": 8}

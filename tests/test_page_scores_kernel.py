@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_tools import DEVICE, run_interpreted, runs_kernel, starts_interpreter
 
+from vllm_kvplug import memory
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
@@ -89,6 +90,18 @@ def test_scores_that_are_no_numbers() -> None:
     scores = lines._scores[:13].tolist()
     assert scores[:3] == [MOST] * 3 and scores[12] == torch.inf
     assert all(-MOST < score < MOST for score in scores[3:12])
+
+
+def test_lines_take_no_more_than_is_charged() -> None:
+    pytest.importorskip("triton")
+    policy, rows = make_policy("quest", {}, SHAPE), 300
+    geometry = Geometry.of_rank(SHAPE, 0, torch.float32, rows, 4000)
+    lines = AttendedLines(geometry, rows, 1000, torch.device("cpu"))
+    top = lines._top
+    room = [*vars(lines).values(), top._counts, top._above, top._state, torch.zeros((2, rows), dtype=torch.int32)]
+    taken = sum(t.nbytes for t in room if isinstance(t, torch.Tensor))
+    charged = memory.line_bytes(policy, geometry, rows) + 1000 * memory.line_bytes_per_block(policy, geometry)
+    assert 0.99 * charged <= taken <= charged
 
 
 @starts_interpreter

@@ -33,6 +33,9 @@ SELECTED_BYTES = 128
 RADIX_LEVELS, RADIX_DIGITS, RADIX_PARTS = 4, 256, 1024
 """Of the radix selection: passes, digits that each knows, and parts of heads that are counted by themselves."""
 
+LISTED_TOKEN_BYTES = 32
+"""Of a selected token on CUDA: that it is chosen, that it is new, and its row on the host, position and token slot."""
+
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
@@ -136,7 +139,7 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
         + places
         + plan_bytes
         + selecting_table_bytes(policy, geometry)
-        + page_line_bytes(policy, geometry, decode_rows),
+        + line_bytes(policy, geometry, decode_rows),
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
         workspace=workspace_bytes(policy, geometry, decode_rows > 0)
@@ -144,7 +147,7 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
         + max_batch * scratch,
         per_block=sizes.bytes_per_block()
         + geometry.heads * bound_bytes(policy, geometry)
-        + (page_line_bytes_per_block(policy, geometry) if decode_rows else 0),
+        + (line_bytes_per_block(policy, geometry) if decode_rows else 0),
     )
 
 
@@ -232,7 +235,7 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> 
     if not policy.evicts:
         return attending
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g))
+    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g, in_lines))
 
 
 def packing_bytes(geometry: Geometry) -> int:
@@ -273,12 +276,14 @@ def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     return (geometry.max_requests + 1) * (4 + sum(lists)) * 8
 
 
-def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
-    """One layer: making the longest prompt's landmarks, or a tile of rows that select."""
+def selecting_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
+    """One layer: making the longest prompt's landmarks, or a tile of rows that select where they do not in lines."""
     if not isinstance(policy, SelectingPolicy):
         return 0
     g, landmarks = geometry, policy.landmark_pages
     making = g.kv_heads * g.max_tokens * (4 * g.head_dim * (g.dtype.itemsize + landmarks.format.float_copies) + 32)
+    if in_lines:
+        return making
     longest, rows = ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, min(TILE_ROWS, g.max_requests)
     tokens = max(longest, min(TILE_TOKENS, rows * longest))
     copies = landmarks.format.page_copies * landmarks.page_bytes // landmarks.tokens
@@ -301,18 +306,29 @@ def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     return tile * scored + g.max_requests * g.kv_heads * 24 * (policy.attended_pages(g.max_tokens) + CHUNK)
 
 
-def page_line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
-    """On CUDA, for every row of a step: the tables of the pages that it attends to, and room for their selection."""
-    if policy.page_selection is None or not rows:
+def line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
+    """On CUDA, for every row of a step that selects: numbers and tables, and room for the selection itself."""
+    if not (policy.selects and rows):
         return 0
-    chunks = ceil_div(ceil_div(geometry.max_tokens, PAGE), CHUNK)
-    tables = 4 * rows * (geometry.kv_heads * (chunks + CHUNK + 1) + 5)
-    return tables + radix_bytes(geometry, rows)
+    g, numbers = geometry, 6 * (rows + 1) + 1
+    if policy.page_selection is not None:
+        own = rows * g.kv_heads * (ceil_div(ceil_div(g.max_tokens, PAGE), CHUNK) + CHUNK + 1)
+    else:
+        sums = 2 * max(rows * g.kv_heads, RADIX_PARTS) * (g.query_heads // g.kv_heads)
+        own = rows * g.query_heads * g.head_dim + sums
+    return 4 * (numbers + own) + radix_bytes(g, rows)
 
 
-def page_line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
-    """A score, an id and a place in a table for one page of every head of a layer."""
-    return 12 * geometry.kv_heads if policy.page_selection is not None else 0
+def line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
+    """Of every head of a layer: for a page to select, its score, its id and a place in a table; for one of landmarks,
+    scores of the group's queries and what they make, and for one of tokens, which are chosen and where they come from.
+    """
+    g = geometry
+    if policy.page_selection is not None:
+        return 12 * g.kv_heads
+    if not isinstance(policy, SelectingPolicy):
+        return 0
+    return 4 * policy.landmark_pages.tokens * (g.query_heads + g.kv_heads) + g.kv_heads * PAGE * LISTED_TOKEN_BYTES
 
 
 def radix_bytes(geometry: Geometry, rows: int) -> int:

@@ -17,7 +17,6 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvplug import compat, ops
-from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.shape import PAGE
 from vllm_kvplug.worker.attention import Gated, chunk_attention
 from vllm_kvplug.worker.flash import FlashPlan, flash_attention
@@ -63,13 +62,6 @@ class HeadPageBuilder(AttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime: Runtime = compat.runtime_of(vllm_config)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Selection from the host has shapes that follow from the requests of a step. vLLM profiles with a spec of its
-        own."""
-        offloads = isinstance(compat.runtime_of(vllm_config).policy, SelectingPolicy)
-        return AttentionCGSupport.NEVER if offloads else cls._cudagraph_support
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

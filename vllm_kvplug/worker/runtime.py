@@ -128,7 +128,7 @@ class Runtime:
         if isinstance(self.policy, SelectingPolicy):
             codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
-            self.selector = TokenSelector(self.policy, g, *where)
+            self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(capacity, codec, pin)
@@ -257,7 +257,8 @@ class Runtime:
             self.page_selector.prepare(requests, lengths, decode_rows)
         if self.selector:
             decoding = zip(requests, lengths, strict=True)
-            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
+            selecting = [request if length > request.prefill_end else None for request, length in decoding]
+            self.selector.prepare(selecting, decode_rows)
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
