@@ -2,12 +2,12 @@
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m pytest tests/test_engine_graphs.py
 
-Needs a GPU and some 2 GiB of it; without one everything here is skipped. Run first, since they say more where they fail:
+Needs a GPU and some 2 GiB of it; without one all of it is skipped. Run first, since they say more where they fail:
 tests/test_top_tokens_kernel.py, tests/test_page_scores_kernel.py and tests/test_token_selection_kernel.py with
 `-k 'not interpreted'`, and tests/test_fetch.py. Steps whose rows are all of one token replay a graph for 1, 2, 4 or 8
 rows, padded; requests come and go one by one, so that all of them are used, and steps with prompts run eagerly between
-them. In the graph nothing of Python runs: a fault shows as other tokens from the second decode step of a request on, or as
-an illegal address. Then run again with `CUDA_LAUNCH_BLOCKING=1` and the eager half alone (`-k eager`).
+them. In the graph nothing of Python runs: a fault shows as other tokens from a request's second decode step on, or as
+an illegal address. Then run the eager half alone (`-k eager`), with `CUDA_LAUNCH_BLOCKING=1`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 LENGTHS = (40, 90, 100, 257, 300, 511)  # some too short to select from; 257: the prompt's last chunk is one token
 STEPS = 30
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 MODES = {
     "eager": {"enforce_eager": True},
-    "captured": {
-        "enforce_eager": False,
-        "compilation_config": {
-            "mode": 0,
-            "cudagraph_mode": "FULL_DECODE_ONLY",
-            "cudagraph_capture_sizes": [1, 2, 4, 8],
-        },
-    },
+    "captured": {"enforce_eager": False, "compilation_config": GRAPHS},
 }
 CASES: dict[str, dict[str, Any]] = {
     "paper": {},
