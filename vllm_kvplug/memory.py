@@ -216,12 +216,11 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
-    if policy.page_selection is not None:
-        return max(attending, page_selecting_bytes(policy, g))
+    selecting = page_selecting_bytes(policy, g)
     if not policy.evicts:
-        return attending
+        return max(attending, selecting)
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g))
+    return max(attending, selecting, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g))
 
 
 def packing_bytes(geometry: Geometry) -> int:
@@ -284,6 +283,8 @@ def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """One layer: bounds, ids and scores of a tile's pages, and tables of the pages that all rows attend to."""
+    if policy.page_selection is None:
+        return 0
     g, longest = geometry, ceil_div(geometry.max_tokens, PAGE)
     tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
     scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
