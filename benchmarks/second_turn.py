@@ -26,14 +26,14 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, partial
 from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.engine import Turns, apart, engine
+from benchmarks.engine import Turns, apart, engine, side_by_side
 from benchmarks.eval_tasks import Examination, Held, lanes_of, load_tasks, load_tokenizer, policy_counts, read_runs
 from benchmarks.fidelity import continuations, prompts
 from benchmarks.forced import ENGINE, follow, speak
@@ -90,25 +90,13 @@ class SecondTurn(Examination):
 
     @cached_property
     def firsts(self) -> list[Example]:
-        """The first `examples` of every task whose contexts allow a second question: `second`, with its answer."""
-        tasks, tokenizer = load_tasks(self.tasks), load_tokenizer(self.model)
-        counter, found = tasks.counter(self.model), list[Example]()
-        for task in self.task_list:
-            of_task = list[Example]()
-            for i in range(MOST_TRIED * self.examples):
-                example = tasks.make(task, self.tokens, self.seed, i, "eval", counter)
-                if len(of_task) < self.examples and (second := second_question(example, i)):
-                    of_task.append({**example, "second": second})
-            if len(of_task) < self.examples:
-                raise SystemExit(f"{self.tasks}: too few examples of {task} allow a second question: {len(of_task)}")
-            found += of_task
-        for example in found:
-            example["ids"] = chat_ids(tokenizer, example["prompt_messages"])
-            example["max_tokens"], example["second_max_tokens"] = (
-                int(len(tokenizer(answer)["input_ids"]) * 1.25) + 16
-                for answer in (example["answer"], example["second"][1])
-            )
-        return found
+        """`examples` of every task."""
+        given = self.tasks, self.model, self.tokens, self.examples, self.seed
+        jobs = [partial(examples_of, task, *given) for task in self.task_list]
+        made = [outcome for _, outcome in sorted(side_by_side(jobs, os.cpu_count() or 1), key=lambda pair: pair[0])]
+        if errors := [outcome.error for outcome in made if outcome.error]:
+            raise SystemExit(errors[0])
+        return [example for outcome in made for example in outcome.value or ()]
 
     @cached_property
     def opening(self) -> list[list[int]]:
@@ -118,7 +106,8 @@ class SecondTurn(Examination):
     def _said(self) -> dict[str, Any]:
         """By full attention, now or in an earlier call."""
         digest = hashlib.sha256(json.dumps([[e["ids"] for e in self.firsts], self.opening]).encode()).hexdigest()
-        results = Results(self.work, {"model": Path(self.model).name, "dtype": self.dtype, "prompts": digest})
+        about = {"model": Path(self.model).name, "dtype": self.dtype, "decoded": self.decoded, "prompts": digest}
+        results = Results(self.work, about)
         if FULL not in results.runs:
             results.add(FULL, apart(partial(_full_says, self)))
         return results.runs[FULL]
@@ -162,6 +151,23 @@ class SecondTurn(Examination):
         return Followed(scores, prompt, **held.found, tpot_ms=None, counted=counted, **along(said, self.opened))
 
 
+def examples_of(task: str, path: Path, model: str, tokens: int, count: int, seed: int) -> list[Example]:
+    """The first `count` examples of a task that allow a second question: `second`, with its answer."""
+    tasks, tokenizer, found = load_tasks(path), load_tokenizer(model), list[Example]()
+    counter = tasks.counter(model)
+    for i in range(MOST_TRIED * count):
+        example = tasks.make(task, tokens, seed, i, "eval", counter)
+        if second := second_question(example, i):
+            most = [int(len(tokenizer(answer)["input_ids"]) * 1.25) + 16 for answer in (example["answer"], second[1])]
+            limits = {"max_tokens": most[0], "second_max_tokens": most[1]}
+            found.append(
+                {**example, **limits, "second": second, "ids": chat_ids(tokenizer, example["prompt_messages"])}
+            )
+        if len(found) == count:
+            return found
+    raise ValueError(f"{path}: of {MOST_TRIED * count} examples of {task} only {len(found)} allow a second question")
+
+
 def _full_says(examination: SecondTurn) -> dict[str, Any]:
     """Full attention's answers to first questions, and its continuations of texts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -198,8 +204,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    common = vars(Examination.of(args, args.tokens))
-    examination = SecondTurn(**common, texts=args.texts, decoded=args.decoded, one_cache=args.one_cache, work=args.work)
+    common = Examination.of(args, args.tokens)
+    given = {field.name: getattr(common, field.name) for field in fields(common)}
+    examination = SecondTurn(**given, texts=args.texts, decoded=args.decoded, one_cache=args.one_cache, work=args.work)
     measure(lanes_of(examination, read_runs(args.run)), args.out, args.seconds, derive=open_metrics)
 
 

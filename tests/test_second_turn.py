@@ -168,6 +168,9 @@ def score(task, meta, output, answer):
 @pytest.fixture
 def examination(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SecondTurn:
     monkeypatch.setattr(second_turn, "apart", lambda job: job())
+    monkeypatch.setattr(
+        second_turn, "side_by_side", lambda jobs, _: [(i, Outcome(job())) for i, job in enumerate(jobs)]
+    )
     (tmp_path / "tasks.py").write_text(TASKS)
     model = add_tokenizer(tiny_model_dir, tmp_path / "model")
     common = {"concurrent": 4, "texts": 2, "decoded": 12, "work": tmp_path / "work"}
