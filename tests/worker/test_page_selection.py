@@ -79,7 +79,7 @@ def test_bounds_made_anew_from_what_is_stored() -> None:
     before = selector.bounds.clone()
     with torch.inference_mode(), PeakMemory() as peak:
         selector.renew(0, 3000)
-    assert 0 < peak.most <= memory.workspace_bytes(request.policy, geometry)
+    assert 0 < peak.most <= memory.workspace_bytes(request.policy, geometry, in_lines=True)
     renewed = []
     for head, length in enumerate((100, 37)):
         ids = head_pages(tables, 0, head)

@@ -63,12 +63,6 @@ class HeadPageBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime: Runtime = compat.runtime_of(vllm_config)
 
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Selection has shapes that follow from the requests of a step. vLLM profiles with a spec of its own."""
-        selects = compat.runtime_of(vllm_config).policy.selects
-        return AttentionCGSupport.NEVER if selects else cls._cudagraph_support
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:

@@ -102,7 +102,8 @@ class Runtime:
         """Device memory beside head pages."""
         plans = 2 if self.policy.page_selection else 1  # of all layers, and of what one layer's queries selected
         plan_bytes = plans * self.decode_plan.nbytes if self.decode_plan else 0
-        return charges(self.policy, self.geometry, self.max_batch, plan_bytes)
+        decode_rows = self.max_rows if self.device.type == "cuda" else 0
+        return charges(self.policy, self.geometry, self.max_batch, plan_bytes, decode_rows)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
@@ -126,7 +127,7 @@ class Runtime:
         if isinstance(self.policy, SelectingPolicy):
             codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
-            self.selector = TokenSelector(self.policy, g, *where)
+            self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(capacity, codec, pin)
@@ -184,8 +185,8 @@ class Runtime:
             return Step(0, nothing.int(), nothing, nothing[:, None].expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
-        self._prepare_selection([], [], 0)
         decode_rows = rows if rows == tokens else 0
+        self._prepare_selection([], [], decode_rows)
         self._plan_decode(decode_rows)
         tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
         return Step(decode_rows, *tables)
@@ -255,7 +256,8 @@ class Runtime:
             self.page_selector.prepare(requests, lengths, decode_rows)
         if self.selector:
             decoding = zip(requests, lengths, strict=True)
-            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
+            selecting = [request if length > request.prefill_end else None for request, length in decoding]
+            self.selector.prepare(selecting, decode_rows)
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor
