@@ -19,6 +19,7 @@ MOST = torch.finfo(torch.float32).max
 def _page_scores_kernel(
     scores,
     ids,
+    counts,
     left,
     query,
     bounds,
@@ -27,7 +28,6 @@ def _page_scores_kernel(
     row_slot,
     lengths,
     attended,
-    pages,
     starts,
     first_head,
     query_row_stride,
@@ -44,18 +44,21 @@ def _page_scores_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
+    LOCAL: tl.constexpr,
 ):
-    """A part of one head's pages: their scores and ids; and how many tokens are left of the head."""
+    """A part of one head's pages: their scores and ids; how many it has, and how many tokens are left of the head."""
     item, part = tl.program_id(0), tl.program_id(1)
     row, kv_head = (item // HEADS).to(tl.int64), item % HEADS
     slot = tl.load(row_slot + row).to(tl.int64)
     if slot < 0:
+        tl.store(counts + item, 0, mask=part == 0)
         tl.store(left + item, 0, mask=part == 0)
         return
     head = first_head + kv_head
-    count = tl.load(pages + row)
     stored = tl.load(lengths + slot * lengths_stride + head)
-    tl.store(left + item, stored - (count - tl.load(attended + row)) * PAGE, mask=part == 0)
+    count = tl.cdiv(stored, PAGE)
+    tl.store(counts + item, count, mask=part == 0)
+    tl.store(left + item, stored - tl.maximum(count - tl.load(attended + row), 0) * PAGE, mask=part == 0)
     chunk_ids = directory + slot * directory_slot_stride + head * directory_head_stride
     begin = segment(starts, row, kv_head, HEADS, 1)
     d = tl.arange(0, D)
@@ -76,7 +79,8 @@ def _page_scores_kernel(
             negative = tl.minimum(q, 0.0, propagate_nan=tl.PropagateNan.ALL)
             score = tl.sum(positive * high + negative * low, 1)
             best = tl.maximum(best, tl.where(score < MOST, score, MOST))  # what is no number counts as the most
-        best = tl.where(page == count - 1, float("inf"), best)  # the newest page is always attended to
+        # The newest page is always attended to, and so are those of a local window.
+        best = tl.where((page == count - 1) | (page < LOCAL), float("inf"), best)
         tl.store(scores + begin + page, best, mask=real)
         tl.store(ids + begin + page, page_id.to(tl.int32), mask=real)
 
@@ -84,6 +88,7 @@ def _page_scores_kernel(
 def page_scores(
     scores: torch.Tensor,
     ids: torch.Tensor,
+    counts: torch.Tensor,
     left: torch.Tensor,
     query: torch.Tensor,
     bounds: torch.Tensor,
@@ -92,24 +97,25 @@ def page_scores(
     row_slot: torch.Tensor,
     lengths: torch.Tensor,
     attended: torch.Tensor,
-    pages: torch.Tensor,
     starts: torch.Tensor,
     first_head: int,
+    local: int,
     longest: int,
 ) -> None:
     """Scores and ids of all pages of a layer, and how many tokens of a head are in those that its query attends to.
 
-    scores float32 and ids int32: lines of unit 1 with `starts` (kernels/lines.py), written in place, as is left, int32
-    [rows, KV heads], 0 in padding rows. query [rows, query heads, D], the last dimension contiguous; bounds
-    [pages, 2, D], lower and upper. directory, chunks, row_slot, lengths, first_head: as in `ops.decode_attention`.
-    attended, pages: int32 [rows], how many of a head's pages are attended to, and how many it has, at most `longest`.
-    Finite but for the newest page's, which is infinite; NaN and infinite ones count as the largest number.
+    scores float32 and ids int32: lines of unit 1 with `starts` (kernels/lines.py), written in place, as are counts, how
+    many pages a head has, and left, how many tokens: int32 [rows, KV heads], 0 in padding rows. query
+    [rows, query heads, D], the last dimension contiguous; bounds [pages, 2, D], lower and upper. directory, chunks,
+    row_slot, lengths, first_head: as in `ops.decode_attention`; no head has more pages than its segment, or `longest`.
+    attended: int32 [rows], how many of a head's pages are attended to, or all if it has no more. Scores are finite but
+    for those of the newest page and the first `local` ones; NaN and infinite ones count as the largest number.
     """
     rows, heads = left.shape
     group, dim = query.shape[1] // heads, query.shape[2]
     parts = parts_of(rows * heads, longest, BLOCK)
-    what = scores, ids, left, query, bounds, directory, chunks, row_slot, lengths, attended, pages, starts, first_head
+    what = scores, ids, counts, left, query, bounds, directory, chunks, row_slot, lengths, attended, starts, first_head
     strides = *query.stride()[:2], *directory.stride()[:2], chunks.stride(0), lengths.stride(0)
     sizes = {"HEADS": heads, "GROUP": group, "D": dim, "PARTS": parts, "BLOCK": BLOCK}
-    fixed = {"PAGE": PAGE_TOKENS, "CHUNK": CHUNK_PAGES, "MOST": MOST}
+    fixed = {"PAGE": PAGE_TOKENS, "CHUNK": CHUNK_PAGES, "MOST": MOST, "LOCAL": local}
     _page_scores_kernel[(rows * heads, parts)](*what, *strides, **sizes, **fixed)

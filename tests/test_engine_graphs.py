@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ANGLES
+from cases import ANGLES, wgkv
 from engine_tools import Ask, Watch, check_logprobs, runtime, serve, tiny_engine, token_ids
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
@@ -79,6 +79,19 @@ def test_tokens_from_the_host(case: str, mode: str, tiny_model_dir: Path, refere
         assert_replayed(llm, mode, seen)
     for ask, answer in zip([*ASKS, ASKS[-1]], [*answers, *again], strict=True):
         check_steps(reference, rule, ask.prompt, answer, watch.snapshots[answer.request_id])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pages_of_what_was_admitted(mode: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """Pages are promoted to before a graph is replayed, which must see their new bounds; a cap lets heads be unlike."""
+    case = wgkv(tiny_model_dir, budget_tokens=64, cap=0.5, every=64)
+    with tiny_engine(tiny_model_dir, **MODES[mode], **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        seen = watch_selection(runtime(llm).page_selector)
+        answers = serve(llm, ASKS)
+        assert_idle(llm)
+        assert_replayed(llm, mode, seen)
+    for ask, answer in zip(ASKS, answers, strict=True):
+        check_logprobs(answer, reference.replay(ask.prompt, case.rule, ask.tokens))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -106,7 +106,7 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
 
 def promises(dim: int) -> tuple[Any, dict[str, Any]]:
     sizes = {"HEADS": 8, "GROUP": 4, "D": dim, "PARTS": 128, "BLOCK": page_scores.BLOCK, "MOST": page_scores.MOST}
-    return page_scores._page_scores_kernel, {**sizes, **PAGES}
+    return page_scores._page_scores_kernel, {**sizes, **PAGES, "LOCAL": 16}
 
 
 def sparse(dtype: str, dim: int, group: int) -> list[tuple[Any, dict[str, Any]]]:

@@ -230,12 +230,12 @@ def workspace_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> 
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
-    if policy.page_selection is not None:
-        return attending if in_lines else max(attending, page_selecting_bytes(policy, g))
+    selecting = 0 if in_lines else page_selecting_bytes(policy, g)
     if not policy.evicts:
-        return attending
+        return max(attending, selecting)
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g, in_lines))
+    selecting = max(selecting, selecting_bytes(policy, g, in_lines))
+    return max(attending, selecting, packing_bytes(g), judging_bytes(policy, g))
 
 
 def packing_bytes(geometry: Geometry) -> int:
@@ -300,6 +300,8 @@ def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """One layer: bounds, ids and scores of a tile's pages, and tables of the pages that all rows attend to."""
+    if policy.page_selection is None:
+        return 0
     g, longest = geometry, ceil_div(geometry.max_tokens, PAGE)
     tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
     scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
@@ -312,7 +314,10 @@ def line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
         return 0
     g, numbers = geometry, 6 * (rows + 1) + 1
     if policy.page_selection is not None:
-        own = rows * g.kv_heads * (ceil_div(ceil_div(g.max_tokens, PAGE), CHUNK) + CHUNK + 1)
+        longest = ceil_div(g.max_tokens, PAGE)
+        own = rows * g.kv_heads * (ceil_div(longest, CHUNK) + CHUNK + 2)
+        if policy.local is not None:  # heads are unlike: what they have does not follow from blocks
+            own += rows * g.kv_heads * longest * 3
     else:
         sums = 2 * max(rows * g.kv_heads, RADIX_PARTS) * (g.query_heads // g.kv_heads)
         own = rows * g.query_heads * g.head_dim + sums
@@ -325,7 +330,7 @@ def line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
     """
     g = geometry
     if policy.page_selection is not None:
-        return 12 * g.kv_heads
+        return 12 * g.kv_heads if policy.local is None else 0
     if not isinstance(policy, SelectingPolicy):
         return 0
     return 4 * policy.landmark_pages.tokens * (g.query_heads + g.kv_heads) + g.kv_heads * PAGE * LISTED_TOKEN_BYTES

@@ -30,10 +30,11 @@ BUILT_IN = {
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
+    "wgkv+quest": "vllm_kvplug.policies.wgkv_quest:WGKVQuest",
     "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
     "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }
-"""A name with a + is a policy whose slots are filled by two: one for admission, one for eviction."""
+"""A name with a + is a policy whose slots are filled by two: one for admission, one for selection or eviction."""
 
 
 def policy_names() -> list[str]:

@@ -131,7 +131,7 @@ class HeadPageImpl(AttentionImpl):
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if scores is not None:
             runtime.tables.set_scores(place, scores)
-        if runtime.page_selector:
+        if runtime.page_selector and not runtime.admitter:  # which tells it of what leaves the window
             runtime.page_selector.note(place, key[:tokens])
         if step.decode_rows:
             rows = slice(0, step.decode_rows)

@@ -114,16 +114,15 @@ class Runtime:
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
         self._position = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
-        self.prompt_end = PromptEnd(g, self.pool, self.tables)
-        local = self.policy.local
-        self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
+        rooms = g, self.pool, self.tables
+        self.prompt_end = PromptEnd(*rooms)
+        local, pages = self.policy.local, self.policy.page_selection
+        if pages:
+            self.page_selector = PageSelector(pages.dense_layers, *rooms, self.max_rows, pages.local_pages)
+        self.cutter = Cutter(*rooms, self.recent) if local is None else None
         self.admitter = None
         if local is not None and self.gate is not None:
-            self.admitter = Admitter(g, self.pool, self.tables, local, self.gate, self.recent)
-        pages = self.policy.page_selection
-        self.page_selector = (
-            PageSelector(pages.dense_layers, g, self.pool, self.tables, self.max_rows) if pages else None
-        )
+            self.admitter = Admitter(*rooms, local, self.gate, self.recent, self.page_selector)
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
         if isinstance(self.policy, SelectingPolicy):
             codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
