@@ -101,8 +101,8 @@ def test_a_shared_budget_by_hand() -> None:
     layout = plan.layout(8000)
     assert layout == Layout((), 250, 2370, 122, 10) and plan.held(8000, 8000) == (379, 132)
     assert plan.kept_tokens(8000) == 12 * 1930
-    assert [plan.decode_blocks(8000, n) for n in (8000, 8007, 8008, 8024)] == [132, 132, 133, 134]
-    assert plan.row_entries(8000, 8008) - plan.row_entries(8000, 8000) == 1
+    assert [plan.decode_blocks(8000, n) for n in (8000, 8008, 8009, 8025)] == [132, 132, 133, 134]
+    assert plan.row_entries(8000, 8009) - plan.row_entries(8000, 8000) == 1
     assert plan.cuts(8000, 0, 9000) == [4000, 8000]
     assert [plan.next_cut(8000, n) for n in (0, 4000, 8000, 8001)] == [4000, 8000, 8001, 8002]
     assert hosted_plan(cuts, 2370).layout(8000) is None and hosted_plan(cuts, 250).layout(100) is None
