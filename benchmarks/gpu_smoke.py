@@ -31,6 +31,7 @@ GATED_WHOLE = [("knorm", {"ratio": 1.0}), ("wgkv", {"tau": 0.0, "window": 64})]
 GATED_COMPRESSED = [
     ("knorm", {"ratio": 0.5, "cut_every": 256}),
     ("fastkvzip", {"ratio": 0.5, "cut_every": 256, "window": 64, "decode_budget": 256}),
+    ("fastkvzip+yakv", {"ratio": 0.2, "offload": 0.4, "cut_every": 256, "window": 64}),
     ("wgkv", {"tau": 0.5, "window": 64, "cap": 0.4, "cut_every": 256}),
     ("wgkv", {"tau": 0.5, "window": 64, "defer": True}),
     ("wgkv+snapkv", {"tau": 0.5, "window": 64, "budget": 64, "cut_every": 256}),

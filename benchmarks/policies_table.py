@@ -29,10 +29,19 @@ DUO_ENDS = 128 + 256
 WGKV_WINDOW = 256
 """Of the shipped gate."""
 
+LANDMARK = 1 / 14
+"""Of a head of 64 values, in 2 bits: a share of its K and V in 16 bits."""
+
 
 def _duo(level: float, tokens: int, model: str) -> dict[str, Any]:
     ends = DUO_ENDS / tokens
     return {"retrieval": round(max(level - ends, 0.01) / (1 - ends), 3)}
+
+
+def _fastkvzip_yakv(level: float, tokens: int, model: str) -> dict[str, Any]:
+    """What is selected counts, and so do landmarks of what is on the host."""
+    defaults = policy_class("fastkvzip+yakv").Config()
+    return {"ratio": round(level - defaults.fetch - LANDMARK * defaults.offload, 4)}
 
 
 def _heterocache(level: float, tokens: int, model: str) -> dict[str, Any]:
@@ -51,6 +60,7 @@ def _selecting(local: int) -> Callable[[float, int, str], dict[str, Any]]:
 
 KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "duo": _duo,
+    "fastkvzip+yakv": _fastkvzip_yakv,
     "heterocache": _heterocache,
     "rkv": lambda level, tokens, model: {"decode_budget": round(level * tokens)},
     "streaming": lambda level, tokens, model: {"window": round(level * tokens) - 4},

@@ -27,14 +27,15 @@ from benchmarks import report
 from benchmarks.drift_model import make_model, write_profile
 from benchmarks.engine import engine, runtime, scheduler
 from vllm_kvplug.metrics import PREFIX
-from vllm_kvplug.tiny import VOCAB
+from vllm_kvplug.tiny import VOCAB, random_gate
 
 MAX_LEN, MOST_TOKENS = 1616, 110
 BLOCKS = 112  # two long requests do not fit
-HOST_GIB = {"heterocache": 0.0034, "yakv": 0.0009}  # nor does what they keep on the host
+HOST_GIB = {"heterocache": 0.0034, "yakv": 0.0009, "fastkvzip+yakv": 0.0004}  # nor does what they keep on the host
 KNOBS = {
     "heterocache": {"rho": 0.6, "tau_drift": 0.42, "land_after": 2, "fetch_mib_per_step": 0.25},
     "yakv": {"ratio": 0.1, "sinks": 2, "local": 32},
+    "fastkvzip+yakv": {"ratio": 0.2, "offload": 0.4, "fetch": 0.1, "window": 32, "cut_every": 400},
 }
 
 
@@ -91,6 +92,8 @@ def soaked_engine(model: Path, policy: str, **limits: Any) -> Iterator[Any]:
     knobs = {**KNOBS[policy], "host_gib": limits.pop("host_gib")}
     if policy == "heterocache":
         knobs["profile"] = str(write_profile(model, model.parent / "profile.json"))
+    if policy == "fastkvzip+yakv":
+        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", "fastkvzip"))
     with engine(str(model), **common, kv_policy=policy, kv_policy_config=knobs, **limits) as llm:
         yield llm
 

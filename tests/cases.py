@@ -12,6 +12,7 @@ from engine_tools import KV_HEADS, LAYERS
 from reference import Full, HeteroCache, RandomKeep, Rule, SnapKV, Streaming
 from reference_baselines import Duo, ExpectedAttention
 from reference_gated import WGKV, FastKVzip, Knorm, WGKVSnapKV
+from reference_hosted import Hosted
 from reference_quest import WGKVQuest
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -114,6 +115,16 @@ def knorm(ratio: float, window: int, every: int, allocation: str = "joint") -> C
     return Case(f"knorm-{ratio}-every-{every}-{allocation}", "knorm", knobs, rule)
 
 
+def random_sink_gate(shape: tuple[int, ...]) -> SinkGate:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        gate = SinkGate(*shape).requires_grad_(False)
+        for weight in gate.parameters():
+            weight += 0.3 * torch.randn(weight.shape)
+    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
+    return gate
+
+
 def fastkvzip(
     ratio: float,
     window: int,
@@ -123,18 +134,24 @@ def fastkvzip(
     decode_budget: int | None = None,
     allocation: str = "joint",
 ) -> Case:
-    """With a gate of random weights for a model of (layers, KV heads, group, hidden size), or the tiny one."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        gate = SinkGate(*shape).requires_grad_(False)
-        for weight in gate.parameters():
-            weight += 0.3 * torch.randn(weight.shape)
-    gate.projection.copy_(gate.projection.bfloat16())  # as files hold it
+    """With a gate for a model of (layers, KV heads, group, hidden size), or the tiny one."""
+    gate = random_sink_gate(shape)
     weights = dict(gate.state_dict())
     more = {"decode_budget": decode_budget, "allocation": allocation}
     rule = FastKVzip(ratio, window, every, weights=weights, window_share=share, **more)
     knobs = {"ratio": ratio, "window": window, "cut_every": every, "short_window": share, **more}
     return Case(f"fastkvzip-{ratio}-every-{every}-{allocation}", "fastkvzip", knobs, rule, gate=gate)
+
+
+def fastkvzip_yakv(
+    ratio: float, offload: float, window: int, every: int, share: float = 0.02, shape: Any = None, **fields: Any
+) -> Case:
+    """As `fastkvzip`, with part of what that drops on the host; fields: fetch, min_tokens, codec."""
+    gate = random_sink_gate(shape or (LAYERS, KV_HEADS, 2, 64))
+    rule = Hosted(ratio, window, every, weights=dict(gate.state_dict()), window_share=share, offload=offload, **fields)
+    knobs = {"ratio": ratio, "offload": offload, "window": window, "cut_every": every, "short_window": share, **fields}
+    name = f"fastkvzip+yakv-{ratio}-{offload}-every-{every}"
+    return Case(name, "fastkvzip+yakv", {"host_gib": 0.05, **knobs}, rule, gate=gate)
 
 
 def oracle() -> Case:

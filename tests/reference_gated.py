@@ -64,6 +64,10 @@ class Knorm(Rule):
         rest = tokens - window
         return window, max(Fraction(0), (wanted - window) / rest) if rest else Fraction(0)
 
+    def own(self, share: Fraction, free: int, tokens: int) -> int:
+        """How many of `free` tokens that a cut judges each head keeps before heads share the rest."""
+        return int(share * free / 5) if self.allocation == "layer" else 0
+
     def cuts(self, tokens: int) -> list[int]:
         return sorted({*range(self.every, tokens, self.every), tokens})
 
@@ -73,7 +77,7 @@ class Knorm(Rule):
         judged = range(max(before - window, 0), max(length - window, 0))
         safe = {t for start, end in self.protect for t in range(start, end)}
         free = [t for t in judged if t not in safe]
-        own = int(share * len(free) / 5) if self.allocation == "layer" else 0
+        own = self.own(share, len(free), tokens)
         for rank in range(self.ranks):
             mine = [(i, h) for i in range(len(layers)) for h in range(heads) if h * self.ranks // heads == rank]
             groups = sharing(self.allocation, mine)

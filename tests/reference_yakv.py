@@ -6,7 +6,7 @@ would give back, and the mask of every decode step says which of them a query wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +89,9 @@ class Selection(Watcher):
         self.stays = rule.stays(self.tokens)
         self.open = [t for t in range(self.tokens - rule.local) if t not in set(self.stays)]
         self.swaps = self.all = 0
-        self.landmarks = [self._landmarks(layer.keys[:, : self.tokens - rule.local]) for layer in layers]
-        self.shaky = [self._shaky(layer.keys[:, : self.tokens - rule.local]) for layer in layers]
+        keys = [layer.keys[:, : self.tokens - rule.local] for layer in layers]
+        self.landmarks = [self._landmarks(of_layer) for of_layer in keys]
+        self.shaky = [shaky(of_layer, self._landmarks) for of_layer in keys]
         for layer in layers:
             self._through_the_host(layer)
 
@@ -120,14 +121,9 @@ class Selection(Watcher):
         if stored is None:
             return sorted(best)
         theirs = {t for t in stored[layer][head] if t < self.tokens} - set(self.stays)
-        swapped, shaky = sorted(theirs ^ best), self.shaky[layer][head]
-        firm = [t for t in swapped if not shaky[t]]
-        spread = float(weights[firm].max() - weights[firm].min()) if firm else 0.0
-        tie = len(firm) <= len(swapped) // 2 or spread <= TIE * float(weights[firm].max())
-        if not swapped or len(theirs) != len(best) or not tie:
-            return sorted(best)
-        self.swaps += len(swapped) // 2
-        return sorted(theirs)
+        chosen = up_to_ties(best, theirs, weights, self.shaky[layer][head])
+        self.swaps += len(chosen ^ best) // 2
+        return sorted(chosen)
 
     def _landmarks(self, keys: torch.Tensor) -> torch.Tensor:
         """keys [H, n, d]."""
@@ -138,13 +134,6 @@ class Selection(Watcher):
         each = torch.stack([coarse[:, t // 8] for t in range(keys.shape[1])], 1)
         return each if self.rule.landmarks == "means8" else each + rounded(keys - each, 1)
 
-    def _shaky(self, keys: torch.Tensor) -> torch.Tensor:
-        """Tokens whose landmarks a little noise changes: another way of computing keys may do so too. bool [H, n]."""
-        noise = torch.Generator().manual_seed(0)
-        others = [keys + SHAKE * keys.abs().mean() * torch.randn(keys.shape, generator=noise) for _ in range(4)]
-        differ = [(self._landmarks(other) - self._landmarks(keys)).norm(dim=-1) for other in others]
-        return torch.stack(differ).amax(0) > 100 * SHAKE * keys.norm(dim=-1)
-
     def _through_the_host(self, layer: Layer) -> None:
         position = torch.arange(self.tokens)[self.open]
         keys = turned(layer.keys[:, self.open], position, self.rule.angles, -1)
@@ -153,6 +142,23 @@ class Selection(Watcher):
             keys, values = rounded(keys, 4), rounded(values, 4)
         layer.keys[:, self.open] = turned(keys, position, self.rule.angles, 1)
         layer.values[:, self.open] = values
+
+
+def up_to_ties(best: set[int], theirs: set[int], weights: torch.Tensor, shaky: torch.Tensor) -> set[int]:
+    """`theirs` if it differs from `best` only in tokens whose weights tie or whose landmarks are shaky, else `best`."""
+    swapped = sorted(theirs ^ best)
+    firm = [t for t in swapped if not shaky[t]]
+    spread = float(weights[firm].max() - weights[firm].min()) if firm else 0.0
+    tie = len(firm) <= len(swapped) // 2 or spread <= TIE * float(weights[firm].max())
+    return theirs if swapped and len(theirs) == len(best) and tie else best
+
+
+def shaky(keys: torch.Tensor, landmarks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Tokens whose landmarks a little noise changes: another way of computing keys may do so too. bool [H, n]."""
+    noise = torch.Generator().manual_seed(0)
+    others = [keys + SHAKE * keys.abs().mean() * torch.randn(keys.shape, generator=noise) for _ in range(4)]
+    differ = [(landmarks(other) - landmarks(keys)).norm(dim=-1) for other in others]
+    return torch.stack(differ).amax(0) > 100 * SHAKE * keys.norm(dim=-1)
 
 
 def rounded(x: torch.Tensor, bits: Any) -> torch.Tensor:

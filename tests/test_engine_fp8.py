@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cases import (
     duo,
     expected_attention,
     fastkvzip,
+    fastkvzip_yakv,
     heterocache,
     knorm,
     random_keep,
@@ -32,6 +34,7 @@ from engine_tools import (
     token_ids,
 )
 from reference import Reference
+from reference_hosted import Selection
 from reference_yakv import Selecting
 
 LENGTHS = (1, 20, 63, 260, 513)
@@ -116,3 +119,15 @@ def test_selection_with_fp8_pages(tiny_model_dir: Path, reference: Reference) ->
             expected = reference.replay(token_ids(n), rule, STEPS).logits.log_softmax(-1)
             assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
             assert (rule.watcher is not None) == (n > 200)
+
+
+def test_hosted_tokens_with_fp8_pages(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """What goes to the host at the prompt's end was stored before: it is rounded already, and comes back as it was."""
+    case = fastkvzip_yakv(0.2, 0.6, 24, 100, codec="auto", fetch=0.1)
+    arguments = case.arguments(tiny_model_dir, tmp_path)
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=2048, kv_cache_dtype="fp8", **arguments) as llm:
+        for n in LENGTHS:
+            (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
+            replay = reference.replay(token_ids(n), replace(case.rule, itemsize=1), STEPS)
+            assert isinstance(replay.watcher, Selection) == (n > 63)
+            assert (answer.logprobs - replay.logits.log_softmax(-1)).abs().max() < ON_THE_BORDER

@@ -15,6 +15,7 @@ from cases import (
     duo,
     expected_attention,
     fastkvzip,
+    fastkvzip_yakv,
     heterocache,
     knorm,
     oracle,
@@ -54,6 +55,7 @@ CASES = [
     oracle(),
     rkv(1600),
     yakv(),
+    fastkvzip_yakv(1, 0.4, 16, 100, codec="auto"),
     quest(),
 ]
 CROWD = [token_ids(460, seed) for seed in range(8)]

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 from cases import ANGLES
 from engine_tools import (
-    ROUNDING,
-    Answer,
     Ask,
-    Snapshot,
     Watch,
     check_segments,
     greedy,
@@ -24,8 +21,9 @@ from engine_tools import (
     token_ids,
 )
 from option_tools import EVERYTHING, assert_idle
-from reference import Reference, Replay
+from reference import Reference
 from reference_yakv import Selecting, Selection
+from selection_tools import check_steps
 
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.registry import make_policy
@@ -37,8 +35,6 @@ TOKEN_BYTES = 3 * 2 * (2 * 16 + 4)
 """Of a token in 4 bits, all heads of the tiny model."""
 
 SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32, rotary=(1.0,) * 16)
-COARSE = 2e-2
-"""As ROUNDING, where K and V of 4 bits differ: a value in the middle of two codes may get either."""
 
 
 @pytest.fixture(scope="module")
@@ -56,23 +52,6 @@ def engine_of(**fields: Any) -> dict[str, Any]:
         return yakv(**fields)
     knobs = {key: value for key, value in fields.items() if key not in ("landmarks", "codec")}
     return {"kv_policy": "shadowkv_landmarks", "kv_policy_config": {"host_gib": 0.05, "local": 64, **knobs}}
-
-
-def check_steps(
-    reference: Reference, rule: Selecting, prompt: list[int], answer: Answer, snapshots: list[Snapshot]
-) -> Replay:
-    """Asserts that every step saw the reference's tokens in every head and gave its distribution."""
-    stored = {s.length: s.kept for s in snapshots}
-    replay = reference.replay(prompt, replace(rule, engine=stored), len(answer.tokens), force_tokens=answer.tokens)
-    for length in sorted(replay.kept.keys() & stored.keys()):
-        for layer, heads in enumerate(replay.kept[length]):
-            for head, theirs in enumerate(heads):
-                ours = set(stored[length][layer][head])
-                assert ours == set(theirs), f"length {length} layer {layer} head {head}: {ours ^ set(theirs)}"
-    error = (answer.logprobs - replay.logits.log_softmax(-1)).abs().amax(1)
-    assert error.median() <= ROUNDING
-    assert error.max() <= (ROUNDING if rule.codec == "auto" else COARSE), error
-    return replay
 
 
 CASES: dict[str, dict[str, Any]] = {

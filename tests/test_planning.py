@@ -25,6 +25,7 @@ from vllm_kvplug import planning
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
+from vllm_kvplug.tiny import random_gate
 
 SHAPE = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32)
 BLOCK = 16 * 2 * 32 * 4 * (3 * 2)  # float32
@@ -73,6 +74,7 @@ KNOBS: Mapping[str, Mapping[str, Any]] = {
     "snapkv": {"ratio": 0.3},
     "heterocache": {"rho": 0.6, "host_gib": 0.05},
     "yakv": {"ratio": 0.1, "local": 16, "host_gib": 0.05},
+    "fastkvzip+yakv": {"ratio": 0.2, "offload": 0.4, "cut_every": 128, "host_gib": 0.05},
     "quest": {"ratio": 0.1},
 }
 
@@ -85,6 +87,8 @@ def test_an_engine_does_what_was_foretold(name: str, tiny_model_dir: Path, tmp_p
     if name == "heterocache":
         model = make_model(tmp_path)
         knobs["profile"] = str(write_profile(model, tmp_path / "profile.json"))
+    if name == "fastkvzip+yakv":
+        knobs["gate"] = str(random_gate(model, tmp_path / "gate.safetensors", "fastkvzip"))
     engine = replace(ENGINE, shape=planning.model_shape(planning.model_config(str(model)), "tiny", 1, 4))
     policy = make_policy(name, knobs, engine.shape)
     told = planning.forecast(policy, engine, CONTEXT, MOST, AVAILABLE)

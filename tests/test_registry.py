@@ -144,6 +144,11 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "duo": [{"profile": profile}, {"profile": profile, "retrieval": 0.01, "sinks": 0, "recent": 1}],
         "expected_attention": [{}, {"ratio": 0.01, "window": 7, "sinks": 0, "future": 1}, {"budget_tokens": 3}],
         "fastkvzip": [{"gate": gate}, {"gate": gate, "ratio": 0.001, "cut_every": 16}, {"gate": gate, "ratio": 1}],
+        "fastkvzip+yakv": [
+            {"gate": gate},
+            {"gate": gate, "ratio": 0.001, "offload": 1, "min_tokens": 1, "cut_every": 16, "codec": "auto"},
+            {"gate": gate, "ratio": 1},
+        ],
         "knorm": [
             {},
             {"ratio": 0.001, "window": 1, "cut_every": 16},
@@ -223,6 +228,8 @@ def check_cuts(policy: Policy[Any]) -> None:
         for cut in lengths:
             kept += cuts.kept(cut, heads)
         wanted = max(policy.config.ratio * n, cuts.window) * heads
+        if policy.selects:  # and what lies on the host
+            wanted = min(wanted + policy.config.offload * n * heads, n * heads)
         assert wanted - len(lengths) <= kept + (n - cuts.judged(n)) * heads <= wanted + 1e-6
 
 

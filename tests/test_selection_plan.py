@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvplug.options import RequestOptions
-from vllm_kvplug.plan import ceil_div
+from vllm_kvplug.plan import Cuts, SharedPlan, ceil_div
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.policies.selecting import SelectingPolicy
-from vllm_kvplug.selection import Layout, SelectionPlan
+from vllm_kvplug.selection import HostedPlan, Layout, SelectionPlan
 from vllm_kvplug.shape import ModelShape
 
 NONE = RequestOptions()
@@ -79,4 +80,58 @@ def test_no_more_blocks_than_the_prompt_itself(data: st.DataObject) -> None:
         return
     assert after < before and 0 < layout.kept <= 16 * layout.token_blocks
     assert layout.selected <= layout.landmarks - layout.excluded and layout.stays[-1][1] == end
+    assert layout.landmarks <= plan.tokens_per_page * layout.landmark_blocks
+
+
+# ------------------------------------------------------------------------------------------ of a shared budget
+
+
+def hosted_plan(cuts: Cuts, selected: int, tokens_per_page: int = 240) -> HostedPlan:
+    return HostedPlan(SHAPE, lambda n: replace(cuts, prefill_end=n), lambda n: selected, tokens_per_page)
+
+
+def test_a_shared_budget_by_hand() -> None:
+    """8,000 tokens, a cut after each 4,000, a window of 100: of 3,900 and 4,000 tokens a fifth and three tenths."""
+    cuts = Cuts(8000, 4000, 100, Fraction(1, 2), floor=Fraction(3, 10))
+    plan = hosted_plan(cuts, 250)
+    survivors = 1950 + 2000 + 100
+    assert cuts.guaranteed() == 1170 + 1200 and cuts.own(4000, 1950 * 12, 12) == 1170
+    assert plan.stored(8000, 8000) == 12 * survivors
+    # However 12 * 1,930 tokens lie in heads, 122 blocks hold them: 250 of them selected. 2,370 landmarks are in 10.
+    layout = plan.layout(8000)
+    assert layout == Layout((), 250, 2370, 122, 10) and plan.held(8000, 8000) == (379, 132)
+    assert plan.kept_tokens(8000) == 12 * 1930
+    assert [plan.decode_blocks(8000, n) for n in (8000, 8008, 8009, 8025)] == [132, 132, 133, 134]
+    assert plan.row_entries(8000, 8009) - plan.row_entries(8000, 8000) == 1
+    assert plan.cuts(8000, 0, 9000) == [4000, 8000]
+    assert [plan.next_cut(8000, n) for n in (0, 4000, 8000, 8001)] == [4000, 8000, 8001, 8002]
+    assert hosted_plan(cuts, 2370).layout(8000) is None and hosted_plan(cuts, 250).layout(100) is None
+    assert hosted_plan(replace(cuts, floor=Fraction(0)), 250).next_cut(8000, 8000) is None
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_no_more_blocks_than_what_survives(data: st.DataObject) -> None:
+    end, every = data.draw(st.integers(1, 6000)), data.draw(st.integers(16, 4000))
+    share = Fraction(data.draw(st.integers(0, 100)), 100)
+    floor = share * data.draw(st.integers(0, 100)) / 100
+    start = data.draw(st.integers(0, 3000))
+    protect = ((start, start + data.draw(st.integers(1, 2000))),)
+    cuts = Cuts(end, every, data.draw(st.integers(1, 200)), share, floor=floor, protect=protect)
+    plan = hosted_plan(cuts, data.draw(st.integers(1, 500)), data.draw(st.integers(8, 400)))
+    shared = SharedPlan(SHAPE, plan.cuts_of)
+    length = end + data.draw(st.integers(0, 500))
+    (before, after), layout = plan.held(end, end), plan.layout(end)
+    assert before == shared.held(end, end)[0] and after <= shared.held(end, end)[1]
+    assert plan.decode_blocks(end, length) <= shared.decode_blocks(end, length)
+    assert plan.row_entries(end, length) <= plan.most_entries(length)
+    assert plan.row_entries(end, length) - plan.row_entries(end, end) == plan.decode_blocks(end, length) - after
+    assert plan.first_blocks(end, length) <= shared.first_blocks(end, length)
+    if layout is None:
+        assert after == shared.held(end, end)[1]
+        return
+    assert after < shared.held(end, end)[1] and 0 < layout.selected <= layout.landmarks
+    # Every head has so many tokens that it can give away.
+    judged = cuts.judged(end)
+    assert layout.landmarks <= judged - sum(t in range(*protect[0]) for t in range(judged))
     assert layout.landmarks <= plan.tokens_per_page * layout.landmark_blocks

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import ANGLES, fastkvzip, snapkv, wgkv
+from cases import ANGLES, fastkvzip, fastkvzip_yakv, snapkv, wgkv
 from drift_tools import knobs, rule
 from engine_tools import (
     ROUNDING,
@@ -95,10 +95,13 @@ def test_admission(model: Path, reference: Reference, tmp_path: Path) -> None:
     check(replace(case.rule, ranks=2), reference, found)
 
 
-def test_selection(model: Path, reference: Reference) -> None:
-    """Each rank has the prompt of its own heads on its host, or their bounds."""
+def test_selection(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank has the prompt of its own heads on its host, or part of it, or their bounds."""
     knobs = {"ratio": 0.2, "local": 16, "codec": "auto", "host_gib": 0.01}
     found = answers(model, kv_policy="yakv", kv_policy_config=knobs)
     check(Selecting(ANGLES, ratio=0.2, local=16, codec="auto"), reference, found)
+    shape = (LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, 96)
+    case = fastkvzip_yakv(0.2, 0.4, 24, 100, share=0.1, shape=shape, codec="auto", fetch=0.1)
+    check(replace(case.rule, ranks=2), reference, answers(model, **case.arguments(model, tmp_path)))
     found = answers(model, kv_policy="quest", kv_policy_config={"ratio": 0.3, "dense_layers": 0})
     check(Quest(0.3, dense_layers=0), reference, found)

@@ -26,7 +26,7 @@ LAYER = 1
 class Rows:
     """Requests that select, in slots 0, 2, 4 ...: landmarks in pages, held tokens, and where all that lies."""
 
-    def __init__(self, name: str, dim: int, group: int, layouts: list[Layout | None], device: str):
+    def __init__(self, name: str, dim: int, group: int, layouts: list[Layout | None], device: str, base: int = 0):
         torch.manual_seed(dim)
         self.layouts, self.device = layouts, device
         self.geometry = g = Geometry(
@@ -49,7 +49,7 @@ class Rows:
             for head in range(6):
                 held = open_to.nonzero()[:, 0][torch.randperm(int(open_to.sum()))[: layout.selected]]
                 where = self.tables.locate(2 * i, head, torch.arange(layout.kept))
-                self.tables.set_positions(where, torch.cat([stays, held]))
+                self.tables.set_positions(where, torch.cat([stays, base + held]))
             row, free = free[: layout.landmark_blocks], free[layout.landmark_blocks :]
             self.blocks[2 * i, : len(row)] = row
             encoded = self.pages.encode(torch.randn(6, layout.landmarks, dim))
@@ -92,15 +92,15 @@ def layout_of(tokens: int, stays: tuple[tuple[int, int], ...], selected: int, pe
     return Layout(stays, selected, landmarks, -(-(stay + selected) // 16), -(-landmarks // per_page))
 
 
-def held_by(tables: PageTables, slot: int, head: int, layout: Layout) -> list[int]:
+def held_by(tables: PageTables, slot: int, head: int, layout: Layout, base: int) -> list[int]:
     index = torch.arange(layout.stay, layout.kept, device=tables.lengths.device)
-    return tables.positions.view(-1)[tables.locate(slot, head, index)].tolist()
+    return (tables.positions.view(-1)[tables.locate(slot, head, index)] - base).tolist()
 
 
 @runs_kernel
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dim, group", [(32, 1), (64, 3), (128, 4)])
-def test_every_row_gets_what_it_wants(name: str, dim: int, group: int) -> None:
+@pytest.mark.parametrize("dim, group, base", [(32, 1, 0), (64, 3, 0), (128, 4, 0), (64, 2, 5000)])
+def test_every_row_gets_what_it_wants(name: str, dim: int, group: int, base: int) -> None:
     """Rows of unlike length, one that does not select and one that is padding; whoever held a token keeps its place."""
     per_page = LandmarkPages(name, dim, 16 * 2 * dim * 4).tokens
     layouts = [
@@ -109,14 +109,14 @@ def test_every_row_gets_what_it_wants(name: str, dim: int, group: int) -> None:
         layout_of(130, ((66, 130),), 16, per_page),
         layout_of(400, ((0, 40), (390, 400)), 350, per_page),
     ]
-    rows = Rows(name, dim, group, layouts, DEVICE)
+    rows = Rows(name, dim, group, layouts, DEVICE, base)
     expected = {i: rows.wanted(i, layout) for i, layout in enumerate(layouts) if layout}
-    before = {(i, h): held_by(rows.tables, 2 * i, 3 + h, layouts[i]) for i in expected for h in range(3)}
-    other_layer = [held_by(rows.tables, 0, head, layouts[0]) for head in range(3)]
+    before = {(i, h): held_by(rows.tables, 2 * i, 3 + h, layouts[i], base) for i in expected for h in range(3)}
+    other_layer = [held_by(rows.tables, 0, head, layouts[0], base) for head in range(3)]
     lines = rows.lines()
     given = (t.to(DEVICE) for t in (rows.slots, rows.query, rows.blocks, rows.host_slots))
     slots, query, blocks, host_slots = given
-    lines.choose(slots, LAYER, query, blocks, host_slots)
+    lines.choose(slots, LAYER, query, blocks, host_slots, base)
 
     fetched = {int(t): (int(s), int(p)) for s, p, t in lines.fetches[:, : int(lines.count)].T.cpu()}
     assert len(fetched) == int(lines.count), "a place is fetched for twice"
@@ -125,7 +125,7 @@ def test_every_row_gets_what_it_wants(name: str, dim: int, group: int) -> None:
         layout = layouts[i]
         assert layout is not None
         for h in range(3):
-            now, then = held_by(rows.tables, 2 * i, 3 + h, layout), before[i, h]
+            now, then = held_by(rows.tables, 2 * i, 3 + h, layout, base), before[i, h]
             assert_same_up_to_ties(weights[h], now, wanted[h].tolist())
             index = torch.arange(layout.stay, layout.kept, device=rows.tables.lengths.device)
             places = rows.tables.locate(2 * i, 3 + h, index).tolist()
@@ -136,7 +136,7 @@ def test_every_row_gets_what_it_wants(name: str, dim: int, group: int) -> None:
                     source = (int(rows.host_slots[2 * i, new // HOST_SLOT]) * 6 + 3 + h) * HOST_SLOT + new % HOST_SLOT
                     assert fetched.pop(place) == (source, new)
     assert not fetched
-    assert other_layer == [held_by(rows.tables, 0, head, layouts[0]) for head in range(3)]
+    assert other_layer == [held_by(rows.tables, 0, head, layouts[0], base) for head in range(3)]
 
 
 def assert_same_up_to_ties(weights: torch.Tensor, found: list[int], wanted: list[int]) -> None:

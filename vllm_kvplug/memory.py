@@ -17,7 +17,7 @@ from vllm_kvplug.placement.pool import COPY_BYTES
 from vllm_kvplug.placement.tables import CHUNK, TableSizes
 from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
-from vllm_kvplug.policies.selecting import SelectingPolicy
+from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.tiers.ledger import HOST_SLOT
 
@@ -270,7 +270,7 @@ def _judged_tokens(cuts: Cuts, most: int) -> int:
 
 def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """By request and for padding rows: counts, blocks of landmarks, and slots on the host."""
-    if not isinstance(policy, SelectingPolicy):
+    if not isinstance(policy, FromHost):
         return 0
     lists = ceil_div(geometry.max_tokens, policy.landmark_pages.tokens), ceil_div(geometry.max_tokens, HOST_SLOT)
     return (geometry.max_requests + 1) * (4 + sum(lists)) * 8
@@ -278,19 +278,38 @@ def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 def selecting_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
     """One layer: making the longest prompt's landmarks, or a tile of rows that select where they do not in lines."""
-    if not isinstance(policy, SelectingPolicy):
+    if not isinstance(policy, FromHost):
         return 0
     g, landmarks = geometry, policy.landmark_pages
-    making = g.kv_heads * g.max_tokens * (4 * g.head_dim * (g.dtype.itemsize + landmarks.format.float_copies) + 32)
+    making = hosting_bytes(policy, g) if policy.shares_budget else _making_bytes(policy, g)
     if in_lines:
         return making
-    longest, rows = ceil_div(g.max_tokens, landmarks.tokens) * landmarks.tokens, min(TILE_ROWS, g.max_requests)
+    most, rows = policy.most_landmarks(g.max_tokens), min(TILE_ROWS, g.max_requests)
+    longest = ceil_div(most, landmarks.tokens) * landmarks.tokens
     tokens = max(longest, min(TILE_TOKENS, rows * longest))
     copies = landmarks.format.page_copies * landmarks.page_bytes // landmarks.tokens
-    share = max(policy.config.ratio, policy.config.max_request_budget)  # a request may select more than others
-    selected = int(share * tokens) + rows * policy.config.min_tokens
+    selected = policy.most_selected(tokens) + rows * policy.config.min_tokens
     scored = tokens * (g.kv_heads * (copies + 44) + 8 * g.query_heads) + selected * g.kv_heads * SELECTED_BYTES
     return max(making, scored + rows * g.query_heads * landmarks.format.query_bytes)
+
+
+def _making_bytes(policy: FromHost[Any], geometry: Geometry) -> int:
+    """Landmarks of all tokens, of one layer."""
+    g = geometry
+    copies = g.dtype.itemsize + policy.landmark_pages.format.float_copies
+    return g.kv_heads * g.max_tokens * (4 * g.head_dim * copies + 32)
+
+
+def hosting_bytes(policy: FromHost[Any], geometry: Geometry) -> int:
+    """The end of the longest prompt whose heads share a budget: of one layer, the tokens to choose from and a copy of
+    those that move, and what goes to the host; landmarks of all layers, which wait for pages to be packed.
+    """
+    g, landmarks = geometry, policy.landmark_pages
+    most = policy.most_landmarks(g.max_tokens)
+    waiting = g.heads * ceil_div(most, landmarks.tokens) * landmarks.page_bytes
+    moving = g.max_tokens * (JUDGED_BYTES + 2 * g.head_dim * g.page_dtype.itemsize)
+    leaving = most * 4 * 2 * g.head_dim * g.dtype.itemsize
+    return waiting + max(g.kv_heads * (moving + leaving), packing_bytes(g))
 
 
 def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
@@ -331,7 +350,7 @@ def line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
     g = geometry
     if policy.page_selection is not None:
         return 12 * g.kv_heads if policy.local is None else 0
-    if not isinstance(policy, SelectingPolicy):
+    if not isinstance(policy, FromHost):
         return 0
     return 4 * policy.landmark_pages.tokens * (g.query_heads + g.kv_heads) + g.kv_heads * PAGE * LISTED_TOKEN_BYTES
 

@@ -208,7 +208,8 @@ class Cuts:
     tokens, at least one, that a cut of the prompt does not judge yet. share: of the tokens it does judge, what the
     heads of a rank keep, all of them together; while the prompt comes in no token is judged twice. decode: how it
     goes on. protect: disjoint ranges that no head drops. allocation: how what the heads keep is divided among them,
-    which changes none of the totals.
+    which changes none of the totals. floor: of the tokens a cut of the prompt judges, what every head keeps for itself
+    before heads share the rest; at most `share`.
     """
 
     prefill_end: int
@@ -218,6 +219,7 @@ class Cuts:
     decode: DecodeCuts | None = None
     protect: tuple[tuple[int, int], ...] = ()
     allocation: Allocation = "joint"
+    floor: Fraction = Fraction(0)
 
     @classmethod
     def of_ratio(
@@ -272,7 +274,25 @@ class Cuts:
 
     def own(self, cut: int, kept: int, heads: int) -> int:
         """Best tokens that each head keeps whatever the others' scores, where `heads` heads keep `kept` at a cut."""
-        return own_tokens(self.safe(cut), kept, heads) if self.allocation == "layer" else 0
+        safe = self.safe(cut)
+        even = own_tokens(safe, kept, heads) - safe if self.allocation == "layer" else 0
+        own = max(even, self._least(cut))
+        return safe + own if own else 0
+
+    def guaranteed(self) -> int:
+        """How many tokens of a complete prompt every head keeps by its floor, beside those that are not judged."""
+        total, cut = 0, 0
+        while cut < self.prefill_end:
+            cut = min((cut // self.every + 1) * self.every, self.prefill_end)
+            total += self._least(cut)
+        return total
+
+    def _least(self, cut: int) -> int:
+        """Of the floor, at one cut."""
+        if cut > self.prefill_end:
+            return 0
+        judged = self.judged(cut) - self.judged(self.previous(cut))
+        return int(self.floor * (judged - self.safe(cut)))
 
     def protects(self, token: int) -> bool:
         return any(start <= token < end for start, end in self.protect)
@@ -353,7 +373,7 @@ class SharedPlan:
     def row_entries(self, prefill_end: int, n: int) -> int:
         time = self._timeline(prefill_end, n)
         last = bisect_left(time.cuts, n) - 1  # the cut before n
-        held = self._blocks(time.stored[last], time.cuts[last]) if last else 0
+        held = self.held(prefill_end, time.cuts[last])[1] if last else 0
         return time.entries[last] + self._blocks_at(prefill_end, n) - held
 
     def most_entries(self, max_len: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vllm_kvplug.config import share_of
-from vllm_kvplug.plan import Kept, PagePlan, ceil_div
+from vllm_kvplug.plan import Cuts, Kept, PagePlan, SharedPlan, ceil_div
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
 
@@ -107,3 +107,56 @@ class SelectionPlan(PagePlan):
     def next_cut(self, prefill_end: int, n: int) -> int | None:
         """Behind a context that is selected from, a chunk is one token: each query selects its own."""
         return n + 1 if n >= prefill_end and self.layout(prefill_end) else super().next_cut(prefill_end, n)
+
+
+class HostedPlan(SharedPlan):
+    """Blocks of a request whose heads share a budget while its prompt comes in, and that selects from a part of it.
+
+    When the prompt is complete, every head gives its lowest-scored tokens to the host, as many as its floor has kept
+    for it (`Cuts.floor`): the same number for all heads, so that landmarks and what is selected are rectangles, while
+    what stays is as ragged as a shared budget makes it. Where that would save no block, all of it stays.
+
+    selected: of a prompt's length, the tokens that a head selects, if so many are on the host. tokens_per_page: whose
+    landmarks fit in a head page.
+    """
+
+    def __init__(
+        self, shape: ModelShape, cuts_of: Callable[[int], Cuts], selected: Callable[[int], int], tokens_per_page: int
+    ):
+        super().__init__(shape, cuts_of)
+        self.tokens_per_page, self._selected = tokens_per_page, selected
+        self.layout = lru_cache(maxsize=1024)(self._layout)
+
+    def _layout(self, prefill_end: int) -> Layout | None:
+        """How a complete prompt of so many tokens lies, selected tokens first; None: nothing goes to the host."""
+        hosted, survivors = self.cuts_of(prefill_end).guaranteed(), self.stored(prefill_end, prefill_end)
+        selected = min(self._selected(prefill_end), hosted)
+        tokens = self._blocks(survivors - (hosted - selected) * self.heads_per_rank, prefill_end)
+        landmarks = ceil_div(hosted, self.tokens_per_page)
+        if tokens + landmarks >= self._blocks(survivors, prefill_end):
+            return None
+        return Layout((), selected, hosted, tokens, landmarks)
+
+    def stored_at(self, prefill_end: int, n: int) -> int:
+        layout = self.layout(prefill_end) if n > prefill_end else None
+        gone = (layout.landmarks - layout.selected) * self.heads_per_rank if layout else 0
+        return super().stored_at(prefill_end, n) - gone
+
+    def held(self, prefill_end: int, cut: int) -> tuple[int, int]:
+        before, after = super().held(prefill_end, cut)
+        layout = self.layout(prefill_end) if cut == prefill_end else None
+        return before, layout.token_blocks + layout.landmark_blocks if layout else after
+
+    def kept_tokens(self, prefill_end: int) -> int:
+        """Of which the selected ones change."""
+        layout = self.layout(prefill_end)
+        gone = (layout.landmarks - layout.selected) * self.shape.heads if layout else 0
+        return super().kept_tokens(prefill_end) - gone
+
+    def next_cut(self, prefill_end: int, n: int) -> int | None:
+        """As of `SelectionPlan`."""
+        return n + 1 if n >= prefill_end and self.layout(prefill_end) else super().next_cut(prefill_end, n)
+
+    def _blocks_at(self, prefill_end: int, n: int) -> int:
+        layout = self.layout(prefill_end) if n > prefill_end else None
+        return super()._blocks_at(prefill_end, n) + (layout.landmark_blocks if layout else 0)

@@ -149,7 +149,14 @@ def test_budgets_that_hold_everything(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name, given", [("knorm", {"ratio": 0.2}), ("fastkvzip", {"decode_budget": 256}), ("wgkv", {})]
+    "name, given",
+    [
+        ("knorm", {"ratio": 0.2}),
+        ("fastkvzip", {"decode_budget": 256}),
+        ("fastkvzip+yakv", {"offload": 0.9}),
+        ("wgkv", {}),
+        ("wgkv+snapkv", {"queries": 9}),
+    ],
 )
 def test_gates_that_let_everything_through(name: str, given: dict[str, Any], tmp_path: Path):
     """Whatever gate the user has: the tiny model gets one of its own."""
@@ -159,4 +166,4 @@ def test_gates_that_let_everything_through(name: str, given: dict[str, Any], tmp
     plan = make_policy(name, knobs, shape).plan()
     assert plan.kept_tokens(parity.MAX_LEN) == parity.MAX_LEN * shape.heads
     assert plan.decode_blocks(300, parity.MAX_LEN) == parity.MAX_LEN // 16
-    assert name != "wgkv" or knobs["tau"] == 0
+    assert not name.startswith("wgkv") or knobs["tau"] == 0

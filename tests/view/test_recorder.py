@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import fastkvzip_yakv
 from drift_tools import knobs, rule
 from engine_tools import (
     counting,
@@ -133,3 +134,13 @@ def test_texts_of_tokens():
     assert token_texts(Tokenizer(), [1, 2, 3, 1]) == ["a", " b", "c", " a"]
     assert token_texts(Tokenizer(), [4, 5]) == ["\ufffd", "é"]
     assert token_texts(Tokenizer(), []) == []
+
+
+def test_what_lies_on_the_host_is_not_shown(tiny_model_dir: Path, tmp_path: Path):
+    """Page tables name selected tokens by their numbers there; what is shown has stayed."""
+    case = fastkvzip_yakv(0.2, 0.5, 20, 128, fetch=0.1)
+    with tiny_engine(tiny_model_dir, **ENGINE, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        found, plan = run(llm, token_ids(TOKENS)), runtime(llm).policy.plan()
+    selected = plan.layout(TOKENS).selected * len(found.kept) * len(found.kept[0])
+    assert selected and sum(map(sum, found.counts())) == plan.kept_tokens(TOKENS) - selected
+    assert all(spans[-1][1] == TOKENS for layer in found.kept for spans in layer)

@@ -46,7 +46,7 @@ def whole(name: str, knobs: dict[str, Any], model: Path) -> dict[str, Any]:
         roles, weights = [["pivot", "satellite"]] * LAYERS, [[-1.0, 1.0]] * LAYERS
         knobs["profile"] = str(head_profile(model, model.parent / "profile.json", roles, weights))
     if "gate" in cls.Config.model_fields:
-        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", name))
+        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", name.partition("+")[0]))
     return knobs
 
 

@@ -256,8 +256,7 @@ class PageTables:
         page 0, of vLLM's null block, that fill them up to a length known to the host.
         """
         heads, device = self.sizes.heads, self.lengths.device
-        num_left, first_row = self._shrunk.get(slot, (0, 0))
-        live = torch.cat([self._left[slot, :num_left], row[0, first_row:before]]).long()
+        live = self.blocks_of(slot, row, before)
         held = (kept + PAGE - 1) // PAGE
         total, room = held.sum(), after * heads
         if device.type == "cpu" and total > room:
@@ -293,6 +292,11 @@ class PageTables:
         columns = torch.arange(self.sizes.chunks_per_head + 1, device=device)
         self._release(self.directory[slot], columns >= ((held + CHUNK - 1) // CHUNK)[:, None])
         return pairs[0, : min(room, used.numel())], pairs[1, : min(room, used.numel())]
+
+    def blocks_of(self, slot: int, row: torch.Tensor, entries: int) -> torch.Tensor:
+        """The blocks of a request by their pages' ranks, int64; row int32 [1, blocks], of which it has `entries`."""
+        num_left, first_row = self._shrunk.get(slot, (0, 0))
+        return torch.cat([self._left[slot, :num_left], row[0, first_row:entries]]).long()
 
     def free(self, slots: Sequence[int]) -> None:
         """Forget requests that ended; their pages went back with their blocks."""

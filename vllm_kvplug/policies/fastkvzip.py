@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 import torch
 from pydantic import Field
@@ -22,7 +22,9 @@ DECODE_EVERY, SINKS = 128, 4
 """Of eviction while decoding, as in the authors' code: tokens between cuts, the last that stay, and the first."""
 
 
-class FastKVzipConfig(PolicyConfig):
+class GatedPromptConfig(PolicyConfig):
+    """Of policies whose prompts the gate cuts as they come in."""
+
     request_knob = "ratio"
 
     gate: str | None = Field(
@@ -39,6 +41,9 @@ class FastKVzipConfig(PolicyConfig):
     cut_every: int = Field(
         default=16_000, ge=16, description="Prompt tokens between two cuts; fewer take less memory meanwhile."
     )
+
+
+class FastKVzipConfig(GatedPromptConfig):
     decode_budget: int | None = Field(
         default=None,
         ge=256,
@@ -74,26 +79,24 @@ class HiddenGate:
         return self._gate.score_projected(layer, projected, self._heads).T
 
 
-class FastKVzip(Policy[FastKVzipConfig]):
-    """A budget that a rank's heads share; a token's score is the gate's estimate of KVzip's reconstruction score."""
+ConfigT = TypeVar("ConfigT", bound=GatedPromptConfig)
 
-    name = "fastkvzip"
-    Config = FastKVzipConfig
 
-    def __init__(self, config: FastKVzipConfig, shape: ModelShape):
+class GatedPrompt(Policy[ConfigT], Generic[ConfigT]):
+    """A token's score is the gate's estimate of KVzip's reconstruction score."""
+
+    def __init__(self, config: ConfigT, shape: ModelShape):
         super().__init__(config, shape)
         self.path = find_gate("fastkvzip", config.gate, shape.fingerprint, shape.name)
         trained = read_metadata("fastkvzip", self.path, shape.fingerprint).gate
         assert isinstance(trained, SinkGateShape)
         self._dim, self._sinks = trained.dim, trained.sinks
 
-    def cuts(self, prompt_len: int) -> Cuts:
+    def window(self, prompt_len: int) -> int:
+        """Last tokens of a prompt that cuts do not judge, where the budget pays for so many."""
         config = self.config
         short = prompt_len < config.cut_every
-        window = share_of(config.short_window, prompt_len) if short else config.window
-        window, budget = min(window, config.window), config.decode_budget
-        decode = DecodeCuts(DECODE_EVERY, budget, SINKS, recent=DECODE_EVERY) if budget else None
-        return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode, config.allocation)
+        return min(share_of(config.short_window, prompt_len) if short else config.window, config.window)
 
     def make_gate(self, heads: range, dtype: torch.dtype, device: torch.device) -> Gate:
         gate, _ = load_gate("fastkvzip", self.path, ProfiledModel.of_shape(self.shape))
@@ -106,3 +109,16 @@ class FastKVzip(Policy[FastKVzipConfig]):
     def gate_scratch(self, heads: int, itemsize: int, cuda: bool) -> int:
         group = self.shape.query_heads // self.shape.kv_heads
         return 4 * (4 * self.gate_columns(heads) + 2 * heads * group * self._sinks)
+
+
+class FastKVzip(GatedPrompt[FastKVzipConfig]):
+    """A budget that a rank's heads share, for prompts as they come in and, with decode_budget, for answers."""
+
+    name = "fastkvzip"
+    Config = FastKVzipConfig
+
+    def cuts(self, prompt_len: int) -> Cuts:
+        config, budget = self.config, self.config.decode_budget
+        decode = DecodeCuts(DECODE_EVERY, budget, SINKS, recent=DECODE_EVERY) if budget else None
+        window = self.window(prompt_len)
+        return Cuts.of_ratio(prompt_len, config.cut_every, window, config.ratio, decode, config.allocation)

@@ -19,6 +19,7 @@ BUILT_IN = {
     "duo": "vllm_kvplug.policies.duo:Duo",
     "expected_attention": "vllm_kvplug.policies.expected_attention:ExpectedAttention",
     "fastkvzip": "vllm_kvplug.policies.fastkvzip:FastKVzip",
+    "fastkvzip+yakv": "vllm_kvplug.policies.fastkvzip_yakv:FastKVzipYakv",
     "heterocache": "vllm_kvplug.policies.heterocache:HeteroCache",
     "knorm": "vllm_kvplug.policies.knorm:Knorm",
     "oracle": "vllm_kvplug.policies.oracle:Oracle",
@@ -34,7 +35,7 @@ BUILT_IN = {
     "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
     "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }
-"""A name with a + is a policy whose slots are filled by two: one for admission, one for selection or eviction."""
+"""A name with a + is a policy whose slots are filled by two, such as one for admission and one for selection."""
 
 
 def policy_names() -> list[str]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from pydantic import Field
 
-from vllm_kvplug.components.landmarks import LandmarkPages
 from vllm_kvplug.config import CONFIG_FLAG, PolicyConfig
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.plan import Kept, PagePlan, Plan, ceil_div
-from vllm_kvplug.policies.base import Policy
-from vllm_kvplug.quant.higgs import MAX_GROUP
+from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.selection import Ranges, Selection, SelectionPlan
 from vllm_kvplug.shape import ModelShape
-from vllm_kvplug.tiers.codecs import token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT
 
 
@@ -36,11 +33,9 @@ class SelectingConfig(PolicyConfig):
 ConfigT = TypeVar("ConfigT", bound=SelectingConfig)
 
 
-class SelectingPolicy(Policy[ConfigT], Generic[ConfigT]):
+class SelectingPolicy(FromHost[ConfigT], Generic[ConfigT]):
     """Prompts go to the host; heads keep landmarks, the first and last tokens, and what a query selects by them."""
 
-    uses_host_tier = True
-    selects = True
     unit: ClassVar[int] = 1
 
     def __init__(self, config: ConfigT, shape: ModelShape):
@@ -50,11 +45,6 @@ class SelectingPolicy(Policy[ConfigT], Generic[ConfigT]):
                 f"{self.name} keeps keys as they were before RoPE, and does not know how "
                 f"{shape.name or 'this model'} turned them: choose another --kv-policy"
             )
-        if shape.head_dim > MAX_GROUP:
-            raise PolicyError(
-                f"{self.name} takes heads of at most {MAX_GROUP} values, the model's have {shape.head_dim}: choose "
-                "another --kv-policy"
-            )
         self.check_budget()
 
     @property
@@ -63,21 +53,12 @@ class SelectingPolicy(Policy[ConfigT], Generic[ConfigT]):
         bounds = config.ratio, config.min_tokens, config.max_tokens
         return Selection(self.landmarks(), self.codec(), *bounds, self.unit, config.local)
 
-    def landmarks(self) -> str:
-        """Their format."""
-        raise NotImplementedError
+    def most_landmarks(self, tokens: int) -> int:
+        return tokens
 
-    def codec(self) -> Any:
-        """Of K and V on the host."""
-        raise NotImplementedError
-
-    @cached_property
-    def landmark_pages(self) -> LandmarkPages:
-        return LandmarkPages(self.landmarks(), self.shape.head_dim, self.shape.page_bytes)
-
-    @property
-    def offloads(self) -> bool:
-        return True
+    def most_selected(self, tokens: int) -> int:
+        """A request may ask for more than the server's share."""
+        return int(max(self.config.ratio, self.config.max_request_budget) * tokens)
 
     @cached_property
     def _plan(self) -> Plan:
@@ -99,10 +80,6 @@ class SelectingPolicy(Policy[ConfigT], Generic[ConfigT]):
         """Slots of 64 tokens of all heads. It must not fall as the prompt grows: see `Policy.host_slots`."""
         whole = self.config.ratio == 1 and self.config.max_tokens is None
         return 0 if whole or not self.evicts else ceil_div(prompt_len, HOST_SLOT)
-
-    def host_slot_bytes(self, itemsize: int) -> int:
-        heads = self.shape.layers * self.shape.rank_kv_heads
-        return HOST_SLOT * heads * token_bytes(self.codec(), self.shape.head_dim, itemsize)
 
     def check_budget(self) -> None:
         if self.config.max_tokens is not None and self.config.max_tokens < self.config.min_tokens:

@@ -31,5 +31,5 @@ class Yakv(SelectingPolicy[YakvConfig]):
     def landmarks(self) -> str:
         return self.config.landmarks
 
-    def codec(self) -> str:
+    def codec(self) -> Literal["auto", "higgs4"]:
         return self.config.codec

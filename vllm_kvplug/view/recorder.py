@@ -49,7 +49,9 @@ class Recorder:
         runtime = self._engine.runtime
         (live,) = runtime.live.values()
         assert runtime.tables is not None
-        flat = [spans_of(positions(runtime.tables, live.slot, h)) for h in range(runtime.geometry.heads)]
+        most = runtime.geometry.max_tokens  # a number on the host stands above it: no position, and selected anew soon
+        kept = [positions(runtime.tables, live.slot, head) for head in range(runtime.geometry.heads)]
+        flat = [spans_of(t for t in head if t < most) for head in kept]
         heads = runtime.geometry.kv_heads
         self.kept = [flat[i : i + heads] for i in range(0, len(flat), heads)]
 

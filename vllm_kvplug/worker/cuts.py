@@ -32,17 +32,24 @@ class Cutter:
     def cut(self, request: LiveRequest, cut: int) -> None:
         """Between steps, when the request has come to `cut` tokens."""
         plan, end = request.plan, request.prefill_end
-        assert isinstance(plan, SharedPlan) and request.row is not None
-        stored = plan.stored(end, cut)
+        assert isinstance(plan, SharedPlan)
+        if plan.stored(end, cut) < plan.stored_at(end, cut):
+            self._pack(request, cut, self._judge(request, cut), plan.held(end, cut)[1])
+
+    def _judge(self, request: LiveRequest, cut: int) -> torch.Tensor:
+        """Move what stays at a cut to the heads' fronts. Returns their new lengths, int64 [heads]."""
+        plan, end = request.plan, request.prefill_end
+        assert isinstance(plan, SharedPlan)
+        lengths, stored = self.tables.lengths[request.slot].long(), plan.stored(end, cut)
         if stored == plan.stored_at(end, cut):
-            return
-        lengths = self.tables.lengths[request.slot].long()
-        cuts = plan.cuts_of(end)
-        if cut <= end:
-            kept = self._judge_newest(request, cuts, cut, lengths, stored)
-        else:
-            kept = self._judge_all(request, cuts, cut, lengths, stored)
-        entries, (_, left) = plan.row_entries(end, cut), plan.held(end, cut)
+            return lengths
+        judge = self._judge_newest if cut <= end else self._judge_all
+        return judge(request, plan.cuts_of(end), cut, lengths, stored)
+
+    def _pack(self, request: LiveRequest, cut: int, kept: torch.Tensor, left: int) -> None:
+        """Give back all but `left` blocks of a request whose heads have come to their lengths `kept` by a cut."""
+        assert isinstance(request.plan, SharedPlan) and request.row is not None
+        entries = request.plan.row_entries(request.prefill_end, cut)
         self.pool.copy_pages(*self.tables.shrink(request.slot, request.row, kept, entries, left, cut))
 
     def _judge_newest(
@@ -133,10 +140,13 @@ class Cutter:
         return kept
 
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy tokens between token slots [heads, tokens], with their positions and scores; -1 to -1 is nothing."""
-        for layer in range(self.geometry.layers):  # a layer's tokens at a time: they are read before they are written
-            rows = slice(layer * self.geometry.kv_heads, (layer + 1) * self.geometry.kv_heads)
-            self.pool.copy_tokens(source[rows].flatten().clamp_min(0), target[rows].flatten().clamp_min(0))
+        """Copy tokens between token slots [heads, tokens], with their positions and scores; -1 to -1 is nothing.
+
+        Heads are those of whole layers: a layer's tokens at a time are read before they are written.
+        """
+        some = self.geometry.kv_heads
+        for here, there in zip(source.split(some), target.split(some), strict=True):
+            self.pool.copy_tokens(here.flatten().clamp_min(0), there.flatten().clamp_min(0))
         for of_tokens in self.tables.of_tokens:
             flat = of_tokens.view(-1)  # its last entries are nobody's
             flat[target] = flat[source]

@@ -18,7 +18,7 @@ from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import Policy
-from vllm_kvplug.policies.selecting import SelectingPolicy
+from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool, Staging
 from vllm_kvplug.tiers.lane import Lane
@@ -27,6 +27,7 @@ from vllm_kvplug.worker.admission import Admitter, protected_tokens
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
+from vllm_kvplug.worker.hosting import HostedSelector, HostingCutter
 from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
@@ -124,10 +125,14 @@ class Runtime:
         if local is not None and self.gate is not None:
             self.admitter = Admitter(*rooms, local, self.gate, self.recent, self.page_selector)
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
-        if isinstance(self.policy, SelectingPolicy):
-            codec = Codec(self.policy.selection.codec, g.head_dim, g.dtype)
+        if isinstance(self.policy, FromHost):
+            codec = Codec(self.policy.codec(), g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
-            self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
+            if self.policy.shares_budget:
+                self.selector = HostedSelector(self.policy, g, *where, self.max_rows)
+                self.cutter = HostingCutter(g, self.pool, self.tables, self.selector)
+            else:
+                self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(capacity, codec, pin)

@@ -18,10 +18,10 @@ from vllm_kvplug.memory import TILE_ROWS, TILE_TOKENS, Geometry
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import ceil_div
-from vllm_kvplug.policies.selecting import SelectingPolicy
+from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.quant.grids import load_grid
 from vllm_kvplug.rotary import Rotary
-from vllm_kvplug.selection import SelectionPlan
+from vllm_kvplug.selection import Layout, SelectionPlan
 from vllm_kvplug.tiers.codecs import HIGGS_BITS
 from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
@@ -44,11 +44,15 @@ class TokenSelector:
 
     layouts: int64 [slots + 1, 4], tokens that stay, selected tokens, landmarks, excluded ones. blocks: int64
     [slots + 1, n], the blocks of landmarks, page j of head h in place h of block j. host_slots: int64 [slots + 1, n].
+    base: page tables have this plus a token's number on the host for its position. Where prompts lie there whole,
+    numbers are positions, and it is 0.
     """
+
+    base = 0
 
     def __init__(
         self,
-        policy: SelectingPolicy,
+        policy: FromHost,
         geometry: Geometry,
         pool: PagePool,
         tables: PageTables,
@@ -78,9 +82,11 @@ class TokenSelector:
         """Take host slots for a request whose prompt will be selected from."""
         plan = request.plan
         layout = plan.layout(request.prefill_end) if isinstance(plan, SelectionPlan) else None
-        if layout is None:
-            return
-        slots = self.host.allocate(1, ceil_div(request.prefill_end, HOST_SLOT))[0]
+        if layout is not None:
+            self._reserve(request, layout, request.prefill_end)
+
+    def _reserve(self, request: LiveRequest, layout: Layout, tokens: int) -> None:
+        slots = self.host.allocate(1, ceil_div(tokens, HOST_SLOT))[0]
         request.selected = Selected(layout, slots)
         self.host_slots[request.slot, : len(slots)] = upload(slots, self._heads.device)
 
@@ -144,15 +150,24 @@ class TokenSelector:
         before = request.plan.held(length, length)[0]
         # All heads keep alike, so that no page has to move.
         self.tables.shrink(slot, request.row, kept, before, layout.token_blocks, layout.kept)
-        numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
-        self.layouts[slot] = upload(numbers, self._heads.device)
-        self.blocks[slot, : len(blocks)] = blocks
         open_to = torch.ones(layout.landmarks, dtype=torch.bool)
         for start, end in layout.stays:
             open_to[start:end] = False
-        first = upload(open_to.nonzero()[-layout.selected :, 0], self._heads.device)  # those next to the local window
         assert request.selected.stored is not None
         request.selected.stored.join()
+        first = upload(open_to.nonzero()[-layout.selected :, 0], self._heads.device)  # those next to the local window
+        self._ready(request, blocks, first)
+
+    def _ready(self, request: LiveRequest, blocks: torch.Tensor, first: torch.Tensor) -> None:
+        """From now on the request selects, from what is stored on the host.
+
+        blocks: of its landmarks, int64 on the device. first: the tokens that all heads select before any query does.
+        """
+        assert request.selected is not None
+        layout, slot = request.selected.layout, request.slot
+        numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
+        self.layouts[slot] = upload(numbers, self._heads.device)
+        self.blocks[slot, : len(blocks)] = blocks
         places = torch.arange(layout.stay, layout.kept, device=first.device)
         where = self.tables.locate(slot, self._heads[:, None], places)
         slots, everywhere = torch.full((1,), slot, device=first.device), torch.ones_like(where, dtype=torch.bool)
@@ -177,7 +192,7 @@ class TokenSelector:
         On CUDA it is part of captured graphs, whether a row of this step selects or not.
         """
         if self.lines is not None:
-            self.lines.choose(row_slot, layer, query, self.blocks, self.host_slots)
+            self.lines.choose(row_slot, layer, query, self.blocks, self.host_slots, self.base)
             source, position, target = self.lines.fetches
             how = self.rotary.frequencies, self._grid, self.pool.dtype, self.lines.count
             ops.fetch_tokens(self.pool.pages, self.host.rows, source, position, target, *how)
@@ -217,7 +232,7 @@ class TokenSelector:
         index = torch.arange(width.selected, device=query.device)
         on = (index < selected).expand_as(wanted)
         where = self.tables.locate(slots[:, None, None], heads[:, None], stay + index)
-        held = self.tables.positions.view(-1)[torch.where(on, where, 0)].long()
+        held = self.tables.positions.view(-1)[torch.where(on, where, 0)].long() - self.base
         position, misses = replace_misses(wanted, held, on, tokens)
         self._fetch(slots, heads, position, where, misses)
 
@@ -236,4 +251,4 @@ class TokenSelector:
         lists = row.flatten(), position.flatten(), where.flatten()
         how = self.rotary.frequencies, self._grid, self.pool.dtype
         ops.fetch_tokens(self.pool.pages, self.host.rows, *lists, *how)
-        self.tables.set_positions(torch.where(on, where, -1), position)
+        self.tables.set_positions(torch.where(on, where, -1), self.base + position)

@@ -73,12 +73,18 @@ class SelectedLines:
         self._numbers[:, : rows + 1] = upload(numbers, self._numbers.device)
 
     def choose(
-        self, row_slot: torch.Tensor, layer: int, query: torch.Tensor, blocks: torch.Tensor, host_slots: torch.Tensor
+        self,
+        row_slot: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        blocks: torch.Tensor,
+        host_slots: torch.Tensor,
+        base: int,
     ) -> None:
         """List in `fetches` what the queries [rows, query heads, d] of decode rows want of a layer and its heads do not
         hold, and note in the tables that they do.
 
-        row_slot int32 [rows]; blocks and host_slots as in `TokenSelector`.
+        row_slot int32 [rows]; blocks, host_slots and base as in `TokenSelector`.
         """
         from vllm_kvplug.kernels.landmark_scores import landmark_scores, parts_of_scores
         from vllm_kvplug.kernels.token_selection import group_weights, misses
@@ -98,4 +104,4 @@ class SelectedLines:
         self._top.choose(self._chosen, list_starts, PAGE, self._weights, starts, tokens, *of_heads)
         self.count.zero_()
         lists = (*self.fetches, self.count), self._fresh, self._weights, self._chosen, (landmarks, selected, stay)
-        misses(*lists, starts, list_starts, row_slot, host_slots, self.tables, heads, tokens)
+        misses(*lists, starts, list_starts, row_slot, host_slots, self.tables, heads, tokens, base)

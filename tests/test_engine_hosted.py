@@ -1,0 +1,247 @@
+"""Fast KVzip with a host tier in the engine: what is kept, hosted and dropped, and what every query attends to, as the
+reference; the life of its requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import fastkvzip_yakv
+from engine_tools import (
+    Answer,
+    Ask,
+    Snapshot,
+    Watch,
+    check_segments,
+    greedy,
+    one_thread,  # noqa: F401
+    runtime,
+    scheduler,
+    serve,
+    tiny_engine,
+    token_ids,
+)
+from option_tools import EVERYTHING, assert_idle
+from reference import Reference, Replay
+from reference_hosted import Hosted, Selection
+from selection_tools import check_steps
+
+from vllm_kvplug.errors import PolicyError
+from vllm_kvplug.placement.integrity import kept_positions
+from vllm_kvplug.policies.registry import make_policy
+from vllm_kvplug.shape import ModelShape
+
+LENGTHS = (40, 100, 257, 300, 511, 700)  # one too short to gain by the host; 257: the last chunk is one token
+STEPS = 24
+HEADS = 6
+TOKEN_BYTES = HEADS * (2 * 16 + 4)
+"""Of a token in 4 bits, all heads of the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model_dir: Path) -> Reference:
+    return Reference(tiny_model_dir)
+
+
+class WatchHosted(Watch):
+    """Snapshots have positions where page tables have numbers on the host.
+
+    hosted: of each request, the positions of what is on the host for every head, once its prompt is complete.
+    """
+
+    def __init__(self, llm: Any, **what: Any):
+        super().__init__(llm, **what)
+        cutter, self.hosted = self.runtime.cutter, dict[str, list[list[int]]]()
+        judge, ready, survivors = cutter._judge, cutter.selector.ready, {}
+
+        def watched_judge(request: Any, cut: int) -> Any:
+            lengths = judge(request, cut)
+            tables, slot = self.runtime.tables, request.slot
+            before = tables.lengths[slot].clone()
+            tables.lengths[slot] = lengths.int()
+            survivors[slot] = kept_positions(tables, slot)
+            tables.lengths[slot] = before
+            return lengths
+
+        def watched_ready(request: Any, blocks: Any) -> None:
+            ready(request, blocks)
+            (name,) = [name for name, live in self.runtime.live.items() if live is request]
+            stays = kept_positions(self.runtime.tables, request.slot)
+            pairs = zip(survivors[request.slot], stays, strict=True)
+            self.hosted[name] = [sorted(set(all_of) - set(some)) for all_of, some in pairs]
+
+        cutter._judge, cutter.selector.ready = watched_judge, watched_ready
+
+    def seen(self, answer: Answer) -> list[Snapshot]:
+        return [replace(s, kept=self._positions(answer, s)) for s in self.snapshots[answer.request_id]]
+
+    def _positions(self, answer: Answer, snapshot: Snapshot) -> list[list[list[int]]]:
+        base, heads = self.runtime.selector.base, len(snapshot.kept[0])
+
+        def of_head(layer: int, head: int) -> list[int]:
+            kept = snapshot.kept[layer][head]
+            numbers = [t - base for t in kept if t >= base]
+            hosted = self.hosted[answer.request_id][layer * heads + head] if numbers else []
+            return sorted([t for t in kept if t < base] + [hosted[number] for number in numbers])
+
+        return [[of_head(layer, head) for head in range(heads)] for layer in range(len(snapshot.kept))]
+
+
+def check(reference: Reference, rule: Hosted, prompt: list[int], answer: Answer, watch: WatchHosted) -> Replay:
+    """As `check_steps`; and what was kept and hosted at the prompt's end."""
+    snapshots = watch.seen(answer)
+    replay = check_steps(reference, rule, prompt, answer, snapshots)
+    (complete,) = [s for s in snapshots if s.length == s.prompt_end]
+    hosted = replay.watcher.hosted if isinstance(replay.watcher, Selection) else None
+    mine = watch.hosted.get(answer.request_id)
+    assert (mine is None) == (hosted is None)
+    survivors = replay.kept_in_prompt[complete.length]
+    if hosted is None:
+        assert complete.kept == survivors
+        return replay
+    assert mine == [head for layer in hosted for head in layer]
+    for layer, heads in enumerate(survivors):
+        for head, theirs in enumerate(heads):
+            stays = set(theirs) - set(hosted[layer][head])
+            newest = hosted[layer][head][-rule.selected(complete.length) :]
+            assert complete.kept[layer][head] == sorted(stays | set(newest))
+    return replay
+
+
+CASES: dict[str, Any] = {
+    "exact-host": fastkvzip_yakv(0.2, 0.4, 40, 200, codec="auto", fetch=0.1),
+    "paper": fastkvzip_yakv(0.3, 0.3, 20, 200),
+    "nothing is dropped": fastkvzip_yakv(0.3, 0.9, 9, 100, share=0.1, codec="auto", fetch=0.2),
+    "only a window stays": fastkvzip_yakv(0.02, 0.5, 64, 2048, share=0.2, codec="auto", min_tokens=33),
+}
+RAGGED = ("exact-host", "paper")
+"""In the others there is nothing that heads could share."""
+
+
+@pytest.mark.parametrize("chunk", [256, 2048])
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_reference(
+    name: str, chunk: int, tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Requests alone, then all in the same batches."""
+    case = CASES[name]
+    arguments = case.arguments(tiny_model_dir, tmp_path)
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=chunk, **arguments) as llm:
+        watch = WatchHosted(llm, integrity=True)
+        alone = [serve(llm, [Ask(token_ids(n), STEPS, sampling=EVERYTHING)])[0] for n in LENGTHS]
+        asks = [Ask(token_ids(n), STEPS, arrives=i, sampling=EVERYTHING) for i, n in enumerate(LENGTHS)]
+        mixed = serve(llm, asks)
+        assert_idle(llm)
+    replays = []
+    for length, one, other in zip(LENGTHS, alone, mixed, strict=True):
+        replays.append(check(reference, case.rule, token_ids(length), one, watch))
+        assert watch.hosted.get(one.request_id) == watch.hosted.get(other.request_id)
+        seen, again = watch.seen(one), watch.seen(other)
+        if (one.tokens, {s.length: s.kept for s in seen}) != (other.tokens, {s.length: s.kept for s in again}):
+            check(reference, case.rule, token_ids(length), other, watch)
+    selections = [r.watcher for r in replays if isinstance(r.watcher, Selection)]
+    assert len(selections) >= 4 and sum(s.swaps for s in selections) < 10
+    lengths = {len(head) for layer in replays[-1].kept_after_prompt for head in layer}
+    assert (len(lengths) > 1) == (name in RAGGED)
+
+
+def test_options_of_requests(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """Protected tokens, budgets, a question behind a context token by token, and requests that select nothing."""
+    case = fastkvzip_yakv(0.2, 0.4, 40, 100, codec="auto", fetch=0.1)
+    cases: list[tuple[int, dict[str, Any], dict[str, Any]]] = [  # how long, the options, and the same for the rule
+        (300, {"protect": [10, 40]}, {"protect": ((10, 40),)}),
+        (320, {"protect": [0, 5, 150, 315]}, {"protect": ((0, 5), (150, 315))}),
+        (250, {"budget": 0.5}, {"ratio": 0.5}),
+        (250, {"budget": 0.9}, {"ratio": 0.9}),  # what is left for the host would save no block
+        (260, {"context_end": 201}, {"context_end": 201}),
+        (190, {"off": 1}, {"ratio": 1}),
+        (210, {"budget": 1}, {"ratio": 1}),
+    ]
+    asks = [
+        Ask(token_ids(n, 2), 20, sampling={**EVERYTHING, "extra_args": {f"kvplug.{k}": v for k, v in given.items()}})
+        for n, given, _ in cases
+    ]
+    with tiny_engine(tiny_model_dir, max_num_batched_tokens=100, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = WatchHosted(llm, integrity=True)
+        answers = serve(llm, asks)
+        assert_idle(llm)
+    for (_, _, fields), ask, answer in zip(cases, asks, answers, strict=True):
+        rule = replace(case.rule, **fields)
+        replay = check(reference, rule, ask.prompt, answer, watch)
+        assert isinstance(replay.watcher, Selection) == (rule.ratio < 0.9)
+
+
+@pytest.mark.parametrize("codec", ["auto", "higgs4"])
+def test_preempted_and_aborted_requests(codec: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """A request that is computed again is parted by its longer prompt; pool and host tier are both too small."""
+    case = fastkvzip_yakv(0.2, 0.4, 40, 100, codec=codec, fetch=0.1)
+    limits = {"max_model_len": 512, "num_gpu_blocks_override": 48}
+    with tiny_engine(tiny_model_dir, **limits, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch = WatchHosted(llm, snapshots=False, integrity=True)
+        asks = [Ask(token_ids(230, seed), 140, arrives=seed) for seed in range(6)]
+        asks += [Ask(token_ids(200, 9), 100, aborted=step) for step in (1, 20, 60)]
+        answers = serve(llm, asks)
+        assert_idle(llm)
+    ends = [watch.admitted[a.request_id] for a in answers if not a.aborted]
+    assert any(max(end) > 240 for end in ends), f"nothing was preempted late enough: {ends}"
+    if codec == "auto":
+        for ask, answer in zip(asks, answers, strict=True):
+            if not answer.aborted:
+                check_segments(reference, case.rule, ask.prompt, answer.tokens, watch.admitted[answer.request_id])
+
+
+def test_a_host_tier_that_is_too_small(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Requests wait for room and get the tokens of a roomy engine; one that never fits is refused at the door."""
+    case = fastkvzip_yakv(0.2, 0.4, 40, 100)
+    asks = [Ask(token_ids(n, 3), 30) for n in (700, 300, 600, 120, 260, 700)]
+    arguments = case.arguments(tiny_model_dir, tmp_path)
+    with tiny_engine(tiny_model_dir, **arguments) as llm:
+        expected = [serve(llm, [ask])[0].tokens for ask in asks]
+    arguments["kv_policy_config"]["host_gib"] = 5.5 * TOKEN_BYTES * 64 / (1 << 30)  # five slots of 64 tokens
+    with tiny_engine(tiny_model_dir, **arguments) as llm:
+        manager, waits = scheduler(llm)._head_pages, []
+        assert manager.host.capacity == runtime(llm).selector.host.slots == 5
+
+        def look() -> None:
+            waits.extend(not manager.host.fits(manager._host_slots(r.request_id)) for r in scheduler(llm).waiting)
+
+        answers = serve(llm, asks, look)
+        assert any(waits), "nobody had to wait"
+        assert [a.tokens for a in answers] == expected
+        assert_idle(llm)
+        with pytest.raises(ValueError, match="needs 6 slots of host memory .* has 5: lower max_tokens, or raise host_"):
+            serve(llm, [Ask(token_ids(850), 60)])
+
+
+def test_a_ratio_that_holds_everything_is_stock(tiny_model_dir: Path, tmp_path: Path) -> None:
+    prompts = [token_ids(n, 4) for n in (5, 120, 256, 300, 700)]
+    with tiny_engine(tiny_model_dir, block_size=32) as llm:
+        stock = greedy(llm, prompts, 60)
+    found = []
+    for ratio in (1, 0.2):
+        case = fastkvzip_yakv(ratio, 0.4, 40, 200, codec="auto")
+        with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+            found.append(greedy(llm, prompts, 60))
+            assert_idle(llm)
+    assert found[0] == stock
+    assert found[1] != stock, "nothing was left out: the comparison shows nothing"
+
+
+@pytest.mark.parametrize(
+    "knobs, words",
+    [
+        ({"codec": "fp8"}, "codec"),
+        ({"host_gib": 0}, "host_gib"),
+        ({"ratio": 0}, "ratio"),
+        ({"offload": 0}, "offload"),
+        ({"fetch": 1.5}, "fetch"),
+        ({"decode_budget": 512}, "decode_budget"),
+        ({"allocation": "layer"}, "allocation"),
+    ],
+)
+def test_refused_knobs(knobs: dict[str, Any], words: str) -> None:
+    shape = ModelShape(layers=3, kv_heads=2, query_heads=4, head_dim=32)
+    with pytest.raises(PolicyError, match=words):
+        make_policy("fastkvzip+yakv", knobs, shape)

@@ -1,0 +1,133 @@
+"""The end of a prompt whose gate decides three ways: what the device keeps, what the host does, and what is dropped.
+
+While the prompt comes in, cuts keep what is to survive on either side. At its end every head's lowest-scored survivors,
+the same number in each, go to the host. From then on a head stores first the tokens that it selects of those, at the
+same places as all others, then what stays, which is ragged, and then what is decoded.
+
+A token on the host is known by its number there, among its head's in order of position, and not by its position: so
+host slots and landmarks have no gaps. Keys therefore lie there as they are after RoPE, and come back without being
+turned. A quantiser that turns whole rows itself, as HIGGS does, errs by as much for either.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_kvplug.components.allocators import top_shared
+from vllm_kvplug.memory import Geometry
+from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.policies.from_host import FromHost
+from vllm_kvplug.rotary import Rotary
+from vllm_kvplug.selection import HostedPlan
+from vllm_kvplug.tiers.host import HostPool
+from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.requests import LiveRequest
+from vllm_kvplug.worker.selection import TokenSelector
+
+
+class HostedSelector(TokenSelector):
+    """Selection from what cuts have left to the host. Page tables have `base` + number for a selected token's position:
+    no position is so large.
+    """
+
+    def __init__(
+        self,
+        policy: FromHost,
+        geometry: Geometry,
+        pool: PagePool,
+        tables: PageTables,
+        host: HostPool,
+        lane: Lane,
+        max_rows: int = 0,
+    ):
+        super().__init__(policy, geometry, pool, tables, host, lane, max_rows)
+        self.base = geometry.max_tokens
+        self.rotary = Rotary(torch.zeros(geometry.head_dim // 2, device=tables.lengths.device), 1.0)
+
+    def begin(self, request: LiveRequest) -> None:
+        """Take host slots for what a request's cuts will leave to the host."""
+        plan = request.plan
+        layout = plan.layout(request.prefill_end) if isinstance(plan, HostedPlan) else None
+        if layout is not None:
+            self._reserve(request, layout, layout.landmarks)
+
+    def receive(self, request: LiveRequest, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Write a layer's tokens [KV heads, tokens, d] to the host, by their numbers; returns pages of landmarks.
+
+        On the model's stream, not in the lane: the next step reads them, and what is encoded is let go of at once.
+        """
+        assert request.selected is not None
+        heads = self._heads[layer * self.geometry.kv_heads :][: self.geometry.kv_heads]
+        own = self.host_slots[request.slot, : len(request.selected.slots)]
+        self.host.write(own * self.geometry.heads + heads[:, None], 0, self.host.codec.encode(key, value))
+        return self.landmarks.encode(key)
+
+    def ready(self, request: LiveRequest, blocks: torch.Tensor) -> None:
+        """Tokens are on the host, and their landmarks in `blocks`; the newest are selected before any query does."""
+        assert request.selected is not None
+        layout = request.selected.layout
+        self._ready(request, blocks, torch.arange(layout.landmarks, device=blocks.device)[-layout.selected :])
+
+
+class HostingCutter(Cutter):
+    """Cuts prompts, and when one is complete gives the selector what is not to stay."""
+
+    def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, selector: HostedSelector):
+        super().__init__(geometry, pool, tables)
+        self.selector = selector
+
+    def cut(self, request: LiveRequest, cut: int) -> None:
+        if request.selected is None or cut < request.prefill_end:
+            super().cut(request, cut)
+            return
+        assert isinstance(request.plan, HostedPlan) and request.row is not None
+        g, layout, survivors = self.geometry, request.selected.layout, self._judge(request, cut)
+        stays = survivors - layout.landmarks
+        # Where they will lie is not known before pages are packed, and packing reads what stays.
+        landmarks = [self._part(request, layer, stays) for layer in range(g.layers)]
+        entries = request.plan.row_entries(cut, cut)
+        blocks = self.tables.blocks_of(request.slot, request.row, entries)[layout.token_blocks :]
+        blocks = blocks[: layout.landmark_blocks]
+        self._pack(request, cut, stays + layout.selected, layout.token_blocks)
+        heads = torch.arange(g.heads, device=blocks.device)
+        self.pool.bytes[blocks * g.heads + heads[:, None]] = torch.cat(landmarks)
+        self.selector.ready(request, blocks)
+
+    def _part(self, request: LiveRequest, layer: int, stays: torch.Tensor) -> torch.Tensor:
+        """Part a layer's survivors; returns pages of landmarks of those on the host, uint8 [KV heads, pages, bytes].
+
+        stays: int64 [heads], how many stay of each head. They come to lie behind the places of what is selected.
+        """
+        assert request.selected is not None and isinstance(request.plan, HostedPlan)
+        layout, first = request.selected.layout, layer * self.geometry.kv_heads
+        heads = slice(first, first + self.geometry.kv_heads)
+        kept = stays[heads, None]
+        last = kept + layout.landmarks - 1
+        index = torch.arange(request.prefill_end, device=kept.device)
+        stored = self._of_layer(request, heads, torch.minimum(index, last))
+        best = top_shared(self._ranked(request, stored, index <= last), kept[:, 0])
+        leaves = torch.sort(~best & (index <= last), dim=1, descending=True, stable=True).indices
+        landmarks = self.selector.receive(
+            request, layer, *self.pool.gather(stored.gather(1, leaves[:, : layout.landmarks]))
+        )
+        front = torch.sort(best, dim=1, descending=True, stable=True).indices
+        target = self._of_layer(request, heads, torch.minimum(index + layout.selected, last))
+        moves = index < kept
+        self._move(torch.where(moves, stored.gather(1, front), -1), torch.where(moves, target, -1))
+        return landmarks
+
+    def _of_layer(self, request: LiveRequest, heads: slice, index: torch.Tensor) -> torch.Tensor:
+        every = torch.arange(heads.start, heads.stop, device=index.device)
+        return self.tables.locate(request.slot, every[:, None], index)
+
+    def _ranked(self, request: LiveRequest, stored: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        """Scores of stored tokens: those that no cut judges come first, and none that is not there."""
+        assert isinstance(request.plan, HostedPlan)
+        cuts = request.plan.cuts_of(request.prefill_end)
+        position = self.tables.positions.view(-1)[stored]
+        safe = position >= cuts.judged(request.prefill_end)
+        for start, end in cuts.protect:
+            safe |= (position >= start) & (position < end)
+        return self._scores(stored).masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
