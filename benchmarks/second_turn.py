@@ -5,9 +5,11 @@
 
 Second turn: an example's prompt, full attention's own answer, and a second question about the same context
 (benchmarks/second_questions.py says of which tasks, and why not of the others). second_turn.RUN.rel is the score of the
-second answers relative to full attention's, with a paired bootstrap interval (rel_low, rel_high). The chat is computed
-as one prompt, as by a server without prefix caching. With --one-cache prompts are cut where the first answer begins, as
-if the cache were kept from turn to turn; metrics are then those of second_turn_one_cache.
+second answers relative to full attention's, with a paired bootstrap interval (rel_low, rel_high); .agreement is their
+score if full attention's second answer is taken for the right one, which says something of models that are not good at
+second questions too. The chat is computed as one prompt, as by a server without prefix caching. With --one-cache
+prompts are cut where the first answer begins, as if the cache were kept from turn to turn; metrics are then those of
+second_turn_one_cache.
 
 Open generation: full attention goes on greedily with texts of --tokens tokens, and every policy is made to say the
 same tokens while it decodes (benchmarks/forced.py), with the memory that it would have. open1000.RUN.kld is the mean KL
@@ -26,7 +28,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from os.path import commonprefix
 from pathlib import Path
@@ -52,8 +54,9 @@ Example = dict[str, Any]
 
 @dataclass(frozen=True)
 class Followed(Found):
-    """As Found, of second answers. kld, token_match: of the open generation."""
+    """As Found, of second answers. agreement: with full attention's. kld, token_match: of the open generation."""
 
+    agreement: float
     kld: float
     token_match: float
 
@@ -80,8 +83,9 @@ class SecondTurn(Examination):
 
     @property
     def about(self) -> Row:
-        said = hashlib.sha256(json.dumps([self.first_answers, [c.tokens for c in self.opened]]).encode()).hexdigest()
-        return {**super().about, "texts": self.texts, "decoded": self.decoded, "full_said": said}
+        said = [self._said["answers"], self._said["seconds"], [one.tokens for one in self.opened]]
+        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        return {**super().about, "texts": self.texts, "decoded": self.decoded, "full_said": digest}
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -112,19 +116,19 @@ class SecondTurn(Examination):
             results.add(FULL, apart(partial(_full_says, self)))
         return results.runs[FULL]
 
-    @property
-    def first_answers(self) -> list[str]:
-        return self._said["answers"]
-
     @cached_property
     def opened(self) -> list[Continuation]:
         return continuations(self._said["continuations"])
 
     @cached_property
     def asked(self) -> list[Example]:
-        """The chats, their second questions at the end."""
+        """Chats whose first answers are full attention's."""
+        return self.chats(self._said["answers"])
+
+    def chats(self, answers: Sequence[str]) -> list[Example]:
+        """Of given answers to first questions; their second questions at the end, with limits on the answers."""
         tokenizer, made = load_tokenizer(self.model), list[Example]()
-        for example, answer in zip(self.firsts, self.first_answers, strict=True):
+        for example, answer in zip(self.firsts, answers, strict=True):
             question, wanted = example["second"]
             turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
             ids = chat_ids(tokenizer, [*example["prompt_messages"], *turns])
@@ -141,14 +145,18 @@ class SecondTurn(Examination):
         given = {"kv_policy": policy, "kv_policy_config": knobs} if policy else {}
         tasks, asked, options = load_tasks(self.tasks), self.asked, self.options(policy)
         with turns.together(), engine(**self.arguments, **given) as llm:
-            held, limits = Held(llm, policy), [example["max_tokens"] for example in asked]
-            answers = compat.generate(llm, [e["ids"] for e in asked], limits, lambda _: held.look(), options)
+            held, chats = Held(llm, policy), [example["ids"] for example in asked]
+            answers = compat.generate(llm, chats, limits(asked), lambda _: held.look(), options)
             counted = policy_counts(llm) if policy else {}
             said = follow(llm, self.opening, [one.tokens for one in self.opened])
-        pairs = zip(asked, answers, strict=True)
-        scores = [tasks.score(e["task"], e["meta"], answer.text, e["answer"]) for e, answer in pairs]
-        prompt = fmean(len(e["ids"]) for e in asked)
-        return Followed(scores, prompt, **held.found, tpot_ms=None, counted=counted, **along(said, self.opened))
+
+        def score(wanted: list[str]) -> list[float]:
+            given = zip(asked, answers, wanted, strict=True)
+            return [tasks.score(e["task"], e["meta"], answer.text, right) for e, answer, right in given]
+
+        measured = {"agreement": fmean(score(self._said["seconds"])), **along(said, self.opened), **held.found}
+        prompt = fmean(len(example["ids"]) for example in asked)
+        return Followed(score([e["answer"] for e in asked]), prompt, **measured, tpot_ms=None, counted=counted)
 
 
 def examples_of(task: str, path: Path, model: str, tokens: int, count: int, seed: int) -> list[Example]:
@@ -159,23 +167,27 @@ def examples_of(task: str, path: Path, model: str, tokens: int, count: int, seed
         example = tasks.make(task, tokens, seed, i, "eval", counter)
         if second := second_question(example, i):
             most = [int(len(tokenizer(answer)["input_ids"]) * 1.25) + 16 for answer in (example["answer"], second[1])]
-            limits = {"max_tokens": most[0], "second_max_tokens": most[1]}
-            found.append(
-                {**example, **limits, "second": second, "ids": chat_ids(tokenizer, example["prompt_messages"])}
-            )
+            given = {"second": second, "max_tokens": most[0], "second_max_tokens": most[1]}
+            found.append({**example, **given, "ids": chat_ids(tokenizer, example["prompt_messages"])})
         if len(found) == count:
             return found
     raise ValueError(f"{path}: of {MOST_TRIED * count} examples of {task} only {len(found)} allow a second question")
 
 
 def _full_says(examination: SecondTurn) -> dict[str, Any]:
-    """Full attention's answers to first questions, and its continuations of texts."""
+    """Full attention's answers to first and second questions, and its continuations of texts."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     firsts = examination.firsts
     with engine(**examination.arguments) as llm:
-        answers = compat.generate(llm, [e["ids"] for e in firsts], [e["max_tokens"] for e in firsts])
+        answers = [one.text for one in compat.generate(llm, [e["ids"] for e in firsts], limits(firsts))]
+        chats = examination.chats(answers)
+        seconds = [one.text for one in compat.generate(llm, [e["ids"] for e in chats], limits(chats))]
         opened = speak(llm, examination.opening, examination.decoded)
-    return {"answers": [answer.text for answer in answers], "continuations": [list(asdict(c).values()) for c in opened]}
+    return {"answers": answers, "seconds": seconds, "continuations": [[one.tokens, one.steps] for one in opened]}
+
+
+def limits(asked: Sequence[Example]) -> list[int]:
+    return [example["max_tokens"] for example in asked]
 
 
 def along(ours: Sequence[Continuation], full: Sequence[Continuation]) -> dict[str, float]:
@@ -186,10 +198,13 @@ def along(ours: Sequence[Continuation], full: Sequence[Continuation]) -> dict[st
     return {"kld": fmean(divergence(*pair) for pair in pairs), "token_match": fmean(same)}
 
 
-def open_metrics(rows: list[Row], metrics: dict[str, float]) -> dict[str, float]:
-    """As `lanes.measure` derives metrics: of open generations."""
-    done = [row for row in rows if "error" not in row]
-    return {f"open{r['of']['decoded']}.{r['run']}.{what}": r[what] for r in done for what in ("kld", "token_match")}
+def more_metrics(rows: list[Row], metrics: dict[str, float]) -> dict[str, float]:
+    """As `lanes.measure` derives metrics: agreement of second answers, and of open generations."""
+    found = {}
+    for row in [row for row in rows if "error" not in row]:
+        found[f"{row['key']}.{row['run']}.agreement"] = row["agreement"]
+        found |= {f"open{row['of']['decoded']}.{row['run']}.{what}": row[what] for what in ("kld", "token_match")}
+    return found
 
 
 def main() -> None:
@@ -207,7 +222,7 @@ def main() -> None:
     common = Examination.of(args, args.tokens)
     given = {field.name: getattr(common, field.name) for field in fields(common)}
     examination = SecondTurn(**given, texts=args.texts, decoded=args.decoded, one_cache=args.one_cache, work=args.work)
-    measure(lanes_of(examination, read_runs(args.run)), args.out, args.seconds, derive=open_metrics)
+    measure(lanes_of(examination, read_runs(args.run)), args.out, args.seconds, derive=more_metrics)
 
 
 if __name__ == "__main__":

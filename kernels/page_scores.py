@@ -1,5 +1,6 @@
 """What the pages of decode rows promise their queries by the bounds of their keys: `components.selection.page_scores`
-over every row and KV head of a layer, in one launch whose grid does not depend on how many pages there are.
+over every row and KV head of a layer, in one launch whose grid does not depend on how many pages there are. And bounds
+that widen by a decode step's new keys.
 """
 
 from __future__ import annotations
@@ -119,3 +120,32 @@ def page_scores(
     sizes = {"HEADS": heads, "GROUP": group, "D": dim, "PARTS": parts, "BLOCK": BLOCK}
     fixed = {"PAGE": PAGE_TOKENS, "CHUNK": CHUNK_PAGES, "MOST": MOST, "LOCAL": local}
     _page_scores_kernel[(rows * heads, parts)](*what, *strides, **sizes, **fixed)
+
+
+# Places of a layer begin anywhere, and rows of them have any width: there is one variant for all.
+@triton.jit(do_not_specialize=["place_stride", "key_stride"], do_not_specialize_on_alignment=["place", "key"])
+def _widen_kernel(
+    bounds, place, key, place_stride, key_stride, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+):
+    """The new key of one row and KV head, and the bounds of its page, which begin with the page's first key."""
+    row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    at = tl.load(place + row * place_stride + head)
+    if at < 0:
+        return
+    d = tl.arange(0, D)
+    new = tl.load(key + row * key_stride + head * D + d).to(tl.float32)
+    low_at = bounds + at // PAGE * (2 * D) + d
+    begins = at % PAGE == 0
+    low, high = tl.load(low_at).to(tl.float32), tl.load(low_at + D).to(tl.float32)
+    low = tl.where(begins, new, tl.minimum(low, new, propagate_nan=tl.PropagateNan.ALL))
+    high = tl.where(begins, new, tl.maximum(high, new, propagate_nan=tl.PropagateNan.ALL))
+    tl.store(low_at, low.to(bounds.dtype.element_ty))
+    tl.store(low_at + D, high.to(bounds.dtype.element_ty))
+
+
+def widen(bounds: torch.Tensor, place: torch.Tensor, key: torch.Tensor) -> None:
+    """`PageSelector.note` of tokens that lie in a page each: place int64 [rows, KV heads], -1 for none; key
+    [rows, KV heads, D], the heads of a token side by side."""
+    rows, heads, dim = key.shape
+    strides = place.stride(0), key.stride(0)
+    _widen_kernel[(rows * heads,)](bounds, place, key, *strides, HEADS=heads, D=dim, PAGE=PAGE_TOKENS, num_warps=1)

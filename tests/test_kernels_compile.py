@@ -178,8 +178,9 @@ def test_attention_compiles(dtype: str, dim: int) -> None:
 
 @pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp32", 256)])
 def test_page_scores_compile(dtype: str, dim: int) -> None:
-    kernel, constants = promises(dim)
-    assert compile_for_hopper(kernel, constants, dtype, aligned=True).asm["cubin"]
+    widen = page_scores._widen_kernel, {"HEADS": 8, "D": dim, "PAGE": 16}
+    for kernel, constants in (promises(dim), widen):
+        assert compile_for_hopper(kernel, constants, dtype, aligned=True).asm["cubin"]
 
 
 def test_attention_over_e4m3_compiles() -> None:

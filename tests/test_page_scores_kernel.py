@@ -105,6 +105,25 @@ def test_scores_that_are_no_numbers() -> None:
     assert all(-MOST < score < MOST for score in scores[3:12])
 
 
+@runs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bounds_widen_as_in_torch(dtype: torch.dtype) -> None:
+    """A page's first key and later ones, padding, and a key that is no number; in place of strided tensors."""
+    if dtype != torch.float32 and DEVICE == "cpu":
+        pytest.skip("the interpreter knows no bfloat16")
+    selector, _ = selector_of([200], "cpu", dtype)
+    places = torch.tensor([[16, 45, 1000], [-1, -1, -1], [77, 160, 95], [31, 512, 2001]])
+    keys = torch.randn(4, 4, 3, 32).to(dtype)[:, 1]
+    keys[2, 0, 5] = torch.nan
+    on_device, _ = selector_of([200], DEVICE, dtype)
+    on_device._lines = AttendedLines(on_device.geometry, ROWS, BLOCKS, torch.device(DEVICE))
+    selector.note(places, keys)
+    strided = torch.zeros(4, 6, dtype=torch.int64)
+    strided[:, 3:] = places
+    on_device.note(strided.to(DEVICE)[:, 3:], keys.to(DEVICE), apart=True)
+    torch.testing.assert_close(on_device.bounds[:-1].cpu(), selector.bounds[:-1], atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("local", [None, LocalWindow(32, 0.5)], ids=str)
 def test_lines_take_no_more_than_is_charged(local: LocalWindow | None) -> None:
     pytest.importorskip("triton")

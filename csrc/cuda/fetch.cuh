@@ -47,10 +47,13 @@ __global__ void __launch_bounds__(kHiggsLanes* kHiggsWarps)
   __shared__ float vectors[kHiggsCodes * 2];
   __shared__ uint32_t words[kHiggsWarps][kWords];
   __shared__ float keys[kHiggsWarps][kValues];
+  const int64_t items = args.count == nullptr ? args.items : min(static_cast<int64_t>(*args.count), args.items);
+  if (static_cast<int64_t>(blockIdx.x) * kHiggsWarps >= items) {
+    return;
+  }
   if constexpr (Group > 0) {
     higgs_load_grid<2>(grid, vectors, nullptr);
   }
-  const int64_t items = args.count == nullptr ? args.items : min(static_cast<int64_t>(*args.count), args.items);
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kHiggsWarps;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * kHiggsWarps + threadIdx.y; item < items; item += warps) {
     const int64_t source = args.source[item];

@@ -132,7 +132,7 @@ class HeadPageImpl(AttentionImpl):
         if scores is not None:
             runtime.tables.set_scores(place, scores)
         if runtime.page_selector and not runtime.admitter:  # which tells it of what leaves the window
-            runtime.page_selector.note(place, key[:tokens])
+            runtime.page_selector.note(place, key[:tokens], apart=not step.prefill)
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             self._attend_decodes(step, index, query[rows], output[rows])

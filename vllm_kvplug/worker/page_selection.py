@@ -66,13 +66,23 @@ class PageSelector:
         for rows in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)} - {0}):
             query = torch.zeros((rows, g.query_heads, g.head_dim), dtype=g.dtype, device=device)
             nobody = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            nowhere = torch.full((rows, g.kv_heads), -1, device=device)
+            self.note(nowhere, query[:, : g.kv_heads], apart=True)
             self.prepare([], [], rows)
             attended = self.select(nobody, self.dense_layers, query)
             assert attended is not None
             self.attend(torch.empty_like(query), query, attended, g.scale)
 
-    def note(self, place: torch.Tensor, key: torch.Tensor) -> None:
-        """Widen the bounds of pages by new keys [tokens, KV heads, d] at token slots [tokens, KV heads] (-1: none)."""
+    def note(self, place: torch.Tensor, key: torch.Tensor, apart: bool = False) -> None:
+        """Widen the bounds of pages by new keys [tokens, KV heads, d] at token slots [tokens, KV heads] (-1: none).
+
+        apart: no two of them are in one page, as in a step of decode rows alone.
+        """
+        if apart and self._lines is not None:
+            from vllm_kvplug.kernels.page_scores import widen
+
+            widen(self.bounds, place, key)
+            return
         page = torch.where(place < 0, len(self.bounds) - 1, place // PAGE).flatten()
         begun = torch.where(place.flatten() % PAGE == 0, page, len(self.bounds) - 1)
         keys = key.flatten(0, 1)

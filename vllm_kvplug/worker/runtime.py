@@ -257,6 +257,8 @@ class Runtime:
 
     def _prepare_selection(self, requests: Sequence[LiveRequest], lengths: Sequence[int], decode_rows: int) -> None:
         """What the decode rows of a step select from; padding rows follow the requests'."""
+        if not decode_rows:
+            return
         if self.page_selector:
             self.page_selector.prepare(requests, lengths, decode_rows)
         if self.selector:
