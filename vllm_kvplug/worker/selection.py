@@ -44,6 +44,7 @@ class TokenSelector:
 
     layouts: int64 [slots + 1, 4], tokens that stay, selected tokens, landmarks, excluded ones. blocks: int64
     [slots + 1, n], the blocks of landmarks, page j of head h in place h of block j. host_slots: int64 [slots + 1, n].
+    lines: on CUDA, where decode rows select in captured graphs; None on the CPU, where they do in tiles.
     """
 
     def __init__(
