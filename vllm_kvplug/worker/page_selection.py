@@ -34,8 +34,8 @@ class PageSelector:
     """Selection of one rank. bounds: [pages + 1, 2, d], the smallest and largest value in each channel of a page's
     keys, of those that are written; the spare last page takes padding.
 
-    _numbers: int32 [2, rows], of each row of a step how many pages it attends to and how many it has, 0 in padding rows.
-    It stays where it is, for captured graphs.
+    _numbers: int32 [2, rows], of each row of a step how many pages it attends to and how many it has, 0 in padding
+    rows. It stays where it is, for captured graphs.
     """
 
     def __init__(self, dense_layers: int, geometry: Geometry, pool: PagePool, tables: PageTables, max_rows: int):
