@@ -46,6 +46,7 @@ class TokenSelector:
     [slots + 1, n], the blocks of landmarks, page j of head h in place h of block j. host_slots: int64 [slots + 1, n].
     base: page tables have this plus a token's number on the host for its position. Where prompts lie there whole,
     numbers are positions, and it is 0.
+    lines: on CUDA, where decode rows select in captured graphs; None on the CPU, where they do in tiles.
     """
 
     base = 0
