@@ -230,8 +230,8 @@ def test_a_ratio_that_holds_everything_is_stock(tiny_model_dir: Path, tmp_path: 
 
 
 def test_what_eviction_loses_comes_back(reference: Reference) -> None:
-    """Of a prompt of which as much stays on the device, answers are nearer to full attention's."""
-    prompt, evicts = token_ids(400), fastkvzip(0.1, 20, 200)
+    """With as many tokens attended to, answers are nearer to full attention's where queries choose most of them."""
+    prompt, evicts = token_ids(400), fastkvzip(0.3, 20, 200)
     full = reference.replay(prompt, Full(), 24)
 
     def distance(rule: Rule) -> float:
@@ -239,7 +239,7 @@ def test_what_eviction_loses_comes_back(reference: Reference) -> None:
         expected = full.logits.log_softmax(-1)
         return float((expected.exp() * (expected - found)).sum(-1).mean())
 
-    assert distance(fastkvzip_yakv(0.1, 0.7, 20, 200, fetch=0.2).rule) < 0.5 * distance(evicts.rule)
+    assert distance(fastkvzip_yakv(0.1, 0.7, 20, 200, fetch=0.2).rule) < 0.75 * distance(evicts.rule)
 
 
 @pytest.mark.parametrize(
