@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import fastkvzip_yakv
+from cases import fastkvzip, fastkvzip_yakv
 from engine_tools import (
     Answer,
     Ask,
@@ -24,7 +24,7 @@ from engine_tools import (
     token_ids,
 )
 from option_tools import EVERYTHING, assert_idle
-from reference import Reference, Replay
+from reference import Full, Reference, Replay, Rule
 from reference_hosted import Hosted, Selection
 from selection_tools import check_steps
 
@@ -227,6 +227,19 @@ def test_a_ratio_that_holds_everything_is_stock(tiny_model_dir: Path, tmp_path: 
             assert_idle(llm)
     assert found[0] == stock
     assert found[1] != stock, "nothing was left out: the comparison shows nothing"
+
+
+def test_what_eviction_loses_comes_back(reference: Reference) -> None:
+    """With as many tokens attended to, answers are nearer to full attention's where queries choose most of them."""
+    prompt, evicts = token_ids(400), fastkvzip(0.3, 20, 200)
+    full = reference.replay(prompt, Full(), 24)
+
+    def distance(rule: Rule) -> float:
+        found = reference.replay(prompt, rule, 24, force_tokens=full.tokens).logits.log_softmax(-1)
+        expected = full.logits.log_softmax(-1)
+        return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+    assert distance(fastkvzip_yakv(0.1, 0.7, 20, 200, fetch=0.2).rule) < 0.75 * distance(evicts.rule)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ class Layout:
     """What each head of a request stores once its prompt is complete: first what stays, then what is selected.
 
     stays: disjoint ranges of the tokens that every query attends to, ascending; the last `local` ones end them.
-    selected: how many tokens are selected. landmarks: so many of the prompt's first tokens have one. token_blocks,
-    landmark_blocks: the blocks that both take, in this order.
+    selected: how many tokens are selected. landmarks: so many of the prompt's first tokens have one, or of those that
+    its cuts have left to the host. token_blocks, landmark_blocks: the blocks that both take, in this order.
     """
 
     stays: Ranges

@@ -77,6 +77,7 @@ class HostingCutter(Cutter):
     def __init__(self, geometry: Geometry, pool: PagePool, tables: PageTables, selector: HostedSelector):
         super().__init__(geometry, pool, tables)
         self.selector = selector
+        self._heads = torch.arange(geometry.heads, device=tables.lengths.device)
 
     def cut(self, request: LiveRequest, cut: int) -> None:
         if request.selected is None or cut < request.prefill_end:
@@ -87,12 +88,11 @@ class HostingCutter(Cutter):
         stays = survivors - layout.landmarks
         # Where they will lie is not known before pages are packed, and packing reads what stays.
         landmarks = [self._part(request, layer, stays) for layer in range(g.layers)]
-        entries = request.plan.row_entries(cut, cut)
-        blocks = self.tables.blocks_of(request.slot, request.row, entries)[layout.token_blocks :]
-        blocks = blocks[: layout.landmark_blocks]
+        blocks = self.tables.blocks_of(request.slot, request.row, request.plan.row_entries(cut, cut))
+        blocks = blocks[layout.token_blocks :][: layout.landmark_blocks]
         self._pack(request, cut, stays + layout.selected, layout.token_blocks)
-        heads = torch.arange(g.heads, device=blocks.device)
-        self.pool.bytes[blocks * g.heads + heads[:, None]] = torch.cat(landmarks)
+        for heads, pages in zip(self._heads.split(g.kv_heads), landmarks, strict=True):
+            self.pool.bytes[blocks * g.heads + heads[:, None]] = pages
         self.selector.ready(request, blocks)
 
     def _part(self, request: LiveRequest, layer: int, stays: torch.Tensor) -> torch.Tensor:
@@ -101,26 +101,21 @@ class HostingCutter(Cutter):
         stays: int64 [heads], how many stay of each head. They come to lie behind the places of what is selected.
         """
         assert request.selected is not None and isinstance(request.plan, HostedPlan)
-        layout, first = request.selected.layout, layer * self.geometry.kv_heads
-        heads = slice(first, first + self.geometry.kv_heads)
-        kept = stays[heads, None]
+        layout, kv_heads = request.selected.layout, self.geometry.kv_heads
+        heads = self._heads[layer * kv_heads : (layer + 1) * kv_heads, None]
+        kept = stays[heads]
         last = kept + layout.landmarks - 1
         index = torch.arange(request.prefill_end, device=kept.device)
-        stored = self._of_layer(request, heads, torch.minimum(index, last))
+        stored = self.tables.locate(request.slot, heads, torch.minimum(index, last))
         best = top_shared(self._ranked(request, stored, index <= last), kept[:, 0])
         leaves = torch.sort(~best & (index <= last), dim=1, descending=True, stable=True).indices
-        landmarks = self.selector.receive(
-            request, layer, *self.pool.gather(stored.gather(1, leaves[:, : layout.landmarks]))
-        )
+        key, value = self.pool.gather(stored.gather(1, leaves[:, : layout.landmarks]))
+        landmarks = self.selector.receive(request, layer, key, value)
         front = torch.sort(best, dim=1, descending=True, stable=True).indices
-        target = self._of_layer(request, heads, torch.minimum(index + layout.selected, last))
+        target = self.tables.locate(request.slot, heads, torch.minimum(index + layout.selected, last))
         moves = index < kept
         self._move(torch.where(moves, stored.gather(1, front), -1), torch.where(moves, target, -1))
         return landmarks
-
-    def _of_layer(self, request: LiveRequest, heads: slice, index: torch.Tensor) -> torch.Tensor:
-        every = torch.arange(heads.start, heads.stop, device=index.device)
-        return self.tables.locate(request.slot, every[:, None], index)
 
     def _ranked(self, request: LiveRequest, stored: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
         """Scores of stored tokens: those that no cut judges come first, and none that is not there."""
