@@ -268,6 +268,12 @@ def lanes_of(examination: Examination, runs: Runs, key: str | None = None) -> li
     return [full_lane(key, examination), *(Lane(key, name, *run, examination) for name, run in runs.items())]
 
 
+def read_runs(given: list[str]) -> Runs:
+    """Of NAME=POLICY:JSON."""
+    parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in given]
+    return {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     Examination.add_arguments(parser, examples=16)
@@ -278,10 +284,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=0, metavar="N", help="requests at once to time; 0: none")
     parser.add_argument("--seconds", type=float, help="leave out what has not ended by then")
     args = parser.parse_args()
-    runs = RUNS
-    if args.run:
-        parts = [(r.split("=", 1)[0], *r.split("=", 1)[1].split(":", 1)) for r in args.run]
-        runs = {name: (policy, json.loads(knobs)) for name, policy, knobs in parts}
+    runs = read_runs(args.run) or RUNS
     examination = Examination.of(args, args.tokens, args.multiquery, args.timed)
     measure(lanes_of(examination, runs), args.out, args.seconds)
 

@@ -35,6 +35,7 @@ GATED_COMPRESSED = [
     ("wgkv", {"tau": 0.5, "window": 64, "cap": 0.4, "cut_every": 256}),
     ("wgkv", {"tau": 0.5, "window": 64, "defer": True}),
     ("wgkv+snapkv", {"tau": 0.5, "window": 64, "budget": 64, "cut_every": 256}),
+    ("wgkv+quest", {"tau": 0.5, "window": 64, "budget_tokens": 128}),
 ]
 Generated = dict[str, list[tuple[list[int], list[float]]]]
 

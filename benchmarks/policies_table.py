@@ -66,6 +66,7 @@ KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "streaming": lambda level, tokens, model: {"window": round(level * tokens) - 4},
     "shadowkv_landmarks": _selecting(32),
     "wgkv": _wgkv,
+    "wgkv+quest": lambda level, tokens, model: {"budget_tokens": max(round(level * tokens), WGKV_WINDOW + 16)},
     "wgkv+snapkv": lambda level, tokens, model: {"budget": max(round(level * tokens) - WGKV_WINDOW, 16)},
     "yakv": _selecting(64),
 }

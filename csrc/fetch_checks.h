@@ -19,7 +19,8 @@ inline void check_fetch_list(const char* name, const at::Tensor& list, const at:
 
 inline void check_fetch(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor& source,
                         const at::Tensor& position, const at::Tensor& dest, const at::Tensor& frequencies,
-                        const std::optional<at::Tensor>& grid, at::ScalarType dtype) {
+                        const std::optional<at::Tensor>& grid, at::ScalarType dtype,
+                        const std::optional<at::Tensor>& count) {
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
               "fetch_tokens: dtype must be float32, bfloat16 or float16, got ", dtype);
   TORCH_CHECK(pool.dim() == 3 && pool.size(1) == kPageTokens && pool.size(2) % 2 == 0 && pool.is_contiguous() &&
@@ -46,6 +47,11 @@ inline void check_fetch(const at::Tensor& pool, const at::Tensor& rows, const at
   TORCH_CHECK(source.dim() == 1 && source.scalar_type() == at::kLong && source.is_contiguous() &&
                   source.device() == pool.device(),
               "fetch_tokens: source must be contiguous int64 [n], got ", source.scalar_type(), " ", source.sizes());
+  if (count.has_value()) {
+    TORCH_CHECK(count->numel() == 1 && count->scalar_type() == at::kInt && count->device() == pool.device(),
+                "fetch_tokens: count must be one int32 on the pool's device, got ", count->scalar_type(), " ",
+                count->sizes(), " on ", count->device());
+  }
   check_fetch_list("position", position, source);
   check_fetch_list("dest", dest, source);
   TORCH_CHECK(frequencies.dim() == 1 && 2 * frequencies.size(0) <= dim && frequencies.scalar_type() == at::kFloat &&

@@ -20,5 +20,5 @@ TORCH_LIBRARY(vllm_kvplug, m) {
   m.def("landmark_scores(Tensor(a!) out, Tensor lut, Tensor pages, Tensor page, int page_tokens) -> ()");
   m.def(
       "fetch_tokens(Tensor(a!) pool, Tensor rows, Tensor source, Tensor position, Tensor dest, Tensor frequencies, "
-      "Tensor? grid, ScalarType dtype) -> ()");
+      "Tensor? grid, ScalarType dtype, Tensor? count=None) -> ()");
 }

@@ -88,6 +88,27 @@ def test_what_is_not_finite(device: str) -> None:
     fetch(pool, rows, [torch.empty(0, dtype=torch.int64)] * 3, frequencies(0), codec)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["auto", "higgs4"])
+@pytest.mark.parametrize("count", [0, 1, 9, 9_000, 20_000])
+def test_as_many_as_the_device_says(count: int, name: str, device: str) -> None:
+    """Of a list that is longer, with nonsense behind them; of more than there are, all."""
+    _, _, rows, codec = tokens(40, 32, torch.float32, name)
+    items = 9_100  # more than one turn of the blocks that take them
+    source = torch.arange(items) % 40
+    source[count:] = 1 << 40
+    lists = [source, torch.arange(items) % 7, torch.randperm(items)]
+    pools = [torch.zeros(items // 16 + 1, 16, 64) for _ in range(2)]
+    fetch(pools[0], rows, [part[:count].contiguous() for part in lists], frequencies(32), codec)
+    pool, grid = pools[1].to(device), load_grid(4, torch.device(device)) if name == "higgs4" else None
+    rows = rows.pin_memory() if device == "cuda" else rows
+    number = torch.tensor([count], dtype=torch.int32, device=device)
+    lists = [part.to(device) for part in lists]
+    ops.fetch_tokens(pool, rows, *lists, frequencies(32, device), grid, torch.float32, number)
+    torch.testing.assert_close(pool.cpu(), pools[0], atol=1e-5, rtol=1e-5)
+    assert bool(pool.any()) == (count > 0)
+
+
 def test_wrong_arguments() -> None:
     codec = Codec("higgs4", 32, torch.float32)
     rows, grid = torch.zeros(9, codec.token_bytes, dtype=torch.uint8), load_grid(4, torch.device("cpu"))
@@ -108,6 +129,7 @@ def test_wrong_arguments() -> None:
         (lambda: call(good, one, one, one.float()), "dest must be"),
         (lambda: call(good, one, one, one, rows=rows.float()), "rows must be"),
         (lambda: call(good, one, one, one, angles=frequencies(64)), "frequencies must be"),
+        (lambda: ops.fetch_tokens(good, rows, one, one, one, angles, grid, torch.float32, one), "count must be"),
     ):
         with pytest.raises(RuntimeError, match=words):
             wrong()

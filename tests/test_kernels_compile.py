@@ -14,9 +14,13 @@ from vllm_kvplug.kernels import (  # noqa: E402
     append,
     decode_attention,
     fetches,
+    landmark_scores,
+    page_scores,
     pivot_scores,
     prefill_attention,
     sparse_prefill,
+    token_selection,
+    top_tokens,
     write_gate,
 )
 
@@ -53,8 +57,33 @@ INTEGERS = {
     "heads": "*i64",
     "partial": "*fp32",
     "sums": "*fp32",
+    "out_starts": "*i32",
+    "values": "*i32",
+    "wanted": "*i32",
+    "counts": "*i32",
+    "state": "*i32",
+    "above": "*i32",
+    "ids": "*i32",
+    "weights": "*fp32",
+    "page_bytes": "*u8",
+    "page_halves": "*fp16",
+    "coarse": "*i32",
+    "fine": "*i64",
+    "landmarks": "*i32",
+    "excluded": "*i32",
+    "selected": "*i32",
+    "stay": "*i32",
+    "chosen": "*i32",
+    "fresh": "*i32",
+    "list_starts": "*i32",
+    "host_slots": "*i64",
+    "source": "*i64",
+    "target": "*i64",
+    "number": "*i32",
+    "attended": "*i32",
+    "pages": "*i32",
 }
-TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2")
+TENSORS = ("out", "query", "key", "value", "pool", "earlier", "norm_pre", "norm_rope", "w1", "b1", "w2", "b2", "bounds")
 PAGES = {"PAGE": 16, "CHUNK": 64}
 
 
@@ -75,6 +104,11 @@ def attention(dtype: str, dim: int) -> list[tuple[Any, dict[str, Any]]]:
     ]
 
 
+def promises(dim: int) -> tuple[Any, dict[str, Any]]:
+    sizes = {"HEADS": 8, "GROUP": 4, "D": dim, "PARTS": 128, "BLOCK": page_scores.BLOCK, "MOST": page_scores.MOST}
+    return page_scores._page_scores_kernel, {**sizes, **PAGES, "LOCAL": 16}
+
+
 def sparse(dtype: str, dim: int, group: int) -> list[tuple[Any, dict[str, Any]]]:
     queries, rows, keys = sparse_prefill.tile(group, dim, torch.float32 if dtype == "fp32" else torch.bfloat16)
     constants = {"GROUP": group, "D": dim, "QUERIES": queries, "TILE": rows, "KEYS": keys, **PAGES}
@@ -91,6 +125,8 @@ TABLES = [
     (append._append_kernel, {"HEADS": 90, "HEADS_PAD": 128, **PAGES}),
 ]
 
+
+SELECTING = (landmark_scores._landmark_scores_kernel, token_selection._misses_kernel)
 
 UNALIGNED = (
     *("first_head", "earlier_first", "earlier_tokens", "column_stride", "sinks", "admitted_token_stride"),
@@ -117,6 +153,12 @@ def compile_for_hopper(
             return f"*{pages or dtype}"
         if name == "out" and kernel is write_gate._write_gate_kernel:
             return "*fp32"
+        if name == "out" and kernel is top_tokens._write_kernel:
+            return "*i32"
+        if kernel in SELECTING and name in ("position", "blocks"):
+            return "*i64"
+        if kernel is landmark_scores._landmark_scores_kernel and name == "query":
+            return "*fp32"
         return f"*{dtype}" if name in TENSORS else INTEGERS.get(name, "i32")
 
     signature = {name: kind(name) for name in kernel.arg_names}
@@ -132,6 +174,13 @@ def compile_for_hopper(
 def test_attention_compiles(dtype: str, dim: int) -> None:
     for kernel, constants in attention(dtype, dim):
         assert compile_for_hopper(kernel, constants, dtype).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype, dim", [("bf16", 64), ("bf16", 128), ("fp32", 256)])
+def test_page_scores_compile(dtype: str, dim: int) -> None:
+    widen = page_scores._widen_kernel, {"HEADS": 8, "D": dim, "PAGE": 16}
+    for kernel, constants in (promises(dim), widen):
+        assert compile_for_hopper(kernel, constants, dtype, aligned=True).asm["cubin"]
 
 
 def test_attention_over_e4m3_compiles() -> None:
@@ -161,3 +210,37 @@ def test_write_gate_compiles(dtype: str, dim: int, hidden: int, tokens: int) -> 
 def test_tables_compile() -> None:
     for kernel, constants in TABLES:
         assert compile_for_hopper(kernel, constants, "bf16").asm["cubin"]
+
+
+@pytest.mark.parametrize("parts", [1, top_tokens.MOST_PARTS])
+def test_radix_selection_compiles(parts: int) -> None:
+    sizes = {"HEADS": 8, "UNIT": 240, "PARTS": parts, "BLOCK": top_tokens.BLOCK, "DIGITS": top_tokens.DIGITS}
+    for level in range(top_tokens.LEVELS):
+        compiled = compile_for_hopper(
+            top_tokens._count_kernel, {**sizes, "LEVEL": level}, "fp32", aligned=True, warps=8
+        )
+        assert "STL" not in compiled.asm["sass"]
+    for values in ({}, {"values": None}):
+        constants = {**sizes, "OUT_UNIT": 16, **values}
+        assert compile_for_hopper(top_tokens._write_kernel, constants, "fp32", aligned=True, warps=8).asm["cubin"]
+
+
+@pytest.mark.parametrize("dim, tokens", [(64, 224), (128, 240)])
+@pytest.mark.parametrize("name", ["higgs2", "residual", "means8"])
+def test_selection_from_the_host_compiles(name: str, dim: int, tokens: int) -> None:
+    heads = {"HEADS": 8, "GROUP": 4, "TOKENS": tokens}
+    form = {"ALL_HEADS": 256, "GROUP_PAD": 4, "D": dim, "FORMAT": name, "BYTES": 64 * dim}
+    parts = {"PARTS": 128, "BLOCK": landmark_scores.BLOCK}
+    kernel = landmark_scores._landmark_scores_kernel
+    compiled = compile_for_hopper(kernel, {**heads, **form, **parts}, "bf16", aligned=True)
+    assert "STL" not in compiled.asm["sass"]
+    if name != "higgs2":
+        return
+    turn = {"HEADS": 32, "D": dim, "TURNED": True}
+    assert compile_for_hopper(landmark_scores._turn_kernel, turn, "bf16", aligned=True).asm["cubin"]
+    weights = {**heads, "SUMS": 128, "PARTS": 128, "BLOCK": token_selection.BLOCK, **PAGES}
+    assert compile_for_hopper(token_selection._weights_kernel, weights, "bf16", aligned=True).asm["cubin"]
+    marks = {"HELD": token_selection.HELD, "WANTED": token_selection.WANTED, "HOST_SLOT": 64}
+    misses = {"HEADS": 8, "ALL_HEADS": 256, "TOKENS": tokens, "PLACES": token_selection.PLACES, **marks, **PAGES}
+    compiled = compile_for_hopper(token_selection._misses_kernel, misses, "bf16", aligned=True, warps=8)
+    assert compiled.asm["ptx"].count("bar.sync") >= 2

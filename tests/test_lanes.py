@@ -173,7 +173,7 @@ def test_knobs_keep_about_the_level(policy: str, level: float, tokens: int, monk
     found = make_policy(policy, policies_table.knobs_of(policy, level, tokens, "any"), shape)
     if policy == "rkv":  # prompts are whole until the first cut of an answer
         kept = found.cuts(tokens).decode.budget / tokens
-    elif policy == "quest":  # everything is stored; the level is what a query attends to
+    elif policy in ("quest", "wgkv+quest"):  # the level is what a query attends to, of what is stored
         kept = 16 * found.attended_pages(tokens) / tokens
     elif policy == "streaming":
         kept = found.ring.tokens / tokens

@@ -158,6 +158,7 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "rkv": [{}, {"decode_budget": 16, "importance": 1}, {"importance": 0}],
         "oracle": [{"scores": folder}, {"scores": folder, "ratio": 0.001, "window": 0}, {"scores": folder, "ratio": 1}],
         "wgkv": [{"gate": write}, {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "tau": 0}],
+        "wgkv+quest": [{"gate": write}, {"gate": write, "budget_tokens": 32, "window": 16}],
         "wgkv+snapkv": [{"gate": write}, {"gate": write, "budget": 16, "queries": 1, "window": 1, "kernel": 1}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
         "snapkv": [{}, {"window": 1, "kernel": 1}, {"budget_tokens": 7}, {"ratio": 0.001, "window": 300}, {"ratio": 1}],
@@ -298,6 +299,22 @@ def test_voters_must_fit_in_the_window(tmp_path: Path):
     (knobs, _) = knobs_of(tmp_path, SHAPE)["wgkv+snapkv"]
     message = error_of(lambda: make_policy("wgkv+snapkv", {**knobs, "window": 8, "queries": 9}, SHAPE))
     assert "queries (9)" in message and "window (8)" in message
+
+
+@pytest.mark.parametrize(
+    "knobs, words",
+    [
+        ({"window": 41}, ["window (41)", "multiple of that"]),
+        ({"budget_tokens": 271}, ["budget_tokens (271)", "window (256)"]),
+        ({"budget_tokens": 0}, ["budget_tokens"]),
+        ({"dense_layers": 2}, ["dense_layers", "budget_tokens"]),
+    ],
+)
+def test_pages_to_choose_lie_behind_the_window(tmp_path: Path, knobs: dict[str, Any], words: list[str]):
+    (given, _) = knobs_of(tmp_path, SHAPE)["wgkv+quest"]
+    message = error_of(lambda: make_policy("wgkv+quest", {**given, **knobs}, SHAPE))
+    assert "--kv-policy-config" in message and all(word in message for word in words)
+    make_policy("wgkv+quest", {**given, "budget_tokens": 272}, SHAPE)
 
 
 @pytest.mark.parametrize("budget, cap, most", [(100, 1, 6 * 105), (100, 0.01, 6 * 5 + 92), (10_000, 0.5, 6 * 5 + 4617)])

@@ -30,6 +30,12 @@ TILE_TOKENS, TILE_ROWS = 1 << 17, 32
 SELECTED_BYTES = 128
 """What selecting a token takes: where it is and goes, ranking of places included."""
 
+RADIX_LEVELS, RADIX_DIGITS, RADIX_PARTS = 4, 256, 1024
+"""Of the radix selection: passes, digits that each knows, and parts of heads that are counted by themselves."""
+
+LISTED_TOKEN_BYTES = 32
+"""Of a selected token on CUDA: that it is chosen, that it is new, and its row on the host, position and token slot."""
+
 JUDGED_BYTES, LISTED_BYTES = 64, 160
 """What a cut takes for every token it looks at, sorting included, and for every page of a table it packs."""
 
@@ -117,10 +123,11 @@ class Charges:
         return (available - self.fixed) * block_bytes // (block_bytes + self.per_block)
 
 
-def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes: int) -> Charges:
+def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes: int, decode_rows: int = 0) -> Charges:
     """What an engine with this policy needs on a rank.
 
-    max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; 0 on the CPU, which needs none.
+    max_batch: tokens of a step. plan_bytes: of the decode kernel's plan; decode_rows: of a decode step, padding
+    included. Both are 0 on the CPU, which needs no such plans.
     """
     sizes = geometry.table_sizes(0, policy)
     scratch = policy.gate_scratch(geometry.kv_heads, geometry.dtype.itemsize, cuda=plan_bytes > 0)
@@ -131,11 +138,16 @@ def charges(policy: Policy[Any], geometry: Geometry, max_batch: int, plan_bytes:
         + bound_bytes(policy, geometry)
         + places
         + plan_bytes
-        + selecting_table_bytes(policy, geometry),
+        + selecting_table_bytes(policy, geometry)
+        + line_bytes(policy, geometry, decode_rows),
         queries=windows(policy.query_window, geometry) + pivot_bytes(policy, geometry),
         staging=staging_tokens(policy, geometry) * 2 * geometry.head_dim * geometry.dtype.itemsize,
-        workspace=workspace_bytes(policy, geometry) + drift_bytes(policy, geometry) + max_batch * scratch,
-        per_block=sizes.bytes_per_block() + geometry.heads * bound_bytes(policy, geometry),
+        workspace=workspace_bytes(policy, geometry, decode_rows > 0)
+        + drift_bytes(policy, geometry)
+        + max_batch * scratch,
+        per_block=sizes.bytes_per_block()
+        + geometry.heads * bound_bytes(policy, geometry)
+        + (line_bytes_per_block(policy, geometry) if decode_rows else 0),
     )
 
 
@@ -210,18 +222,20 @@ def _compared_bytes(geometry: Geometry, window: int, in_pages: bool = False) -> 
     return geometry.head_dim * (geometry.dtype.itemsize + 4) + 24 + (window + 1) * (12 * group + 24)
 
 
-def workspace_bytes(policy: Policy[Any], geometry: Geometry) -> int:
+def workspace_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
     """Transient memory that vLLM's profile run does not see: of one layer's prompt attention and scoring, of a cut that
     judges tokens, or of one that packs what stays. One of them is alive at a time.
+
+    in_lines: whether decode rows select in lines, which are charged apart.
     """
     g = geometry
     attending = 4 * g.kv_heads * g.max_tokens * g.head_dim * g.dtype.itemsize
-    if policy.page_selection is not None:
-        return max(attending, page_selecting_bytes(policy, g))
+    selecting = 0 if in_lines else page_selecting_bytes(policy, g)
     if not policy.evicts:
-        return attending
+        return max(attending, selecting)
     attending += 8 * g.query_heads * max(policy.query_window, 1) * g.max_tokens
-    return max(attending, packing_bytes(g), judging_bytes(policy, g), selecting_bytes(policy, g))
+    selecting = max(selecting, selecting_bytes(policy, g, in_lines))
+    return max(attending, selecting, packing_bytes(g), judging_bytes(policy, g))
 
 
 def packing_bytes(geometry: Geometry) -> int:
@@ -262,12 +276,14 @@ def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     return (geometry.max_requests + 1) * (4 + sum(lists)) * 8
 
 
-def selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
-    """One layer: making the longest prompt's landmarks, or a tile of rows that select."""
+def selecting_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
+    """One layer: making the longest prompt's landmarks, or a tile of rows that select where they do not in lines."""
     if not isinstance(policy, FromHost):
         return 0
     g, landmarks = geometry, policy.landmark_pages
     making = hosting_bytes(policy, g) if policy.shares_budget else _making_bytes(policy, g)
+    if in_lines:
+        return making
     most, rows = policy.most_landmarks(g.max_tokens), min(TILE_ROWS, g.max_requests)
     longest = ceil_div(most, landmarks.tokens) * landmarks.tokens
     tokens = max(longest, min(TILE_TOKENS, rows * longest))
@@ -303,7 +319,43 @@ def bound_bytes(policy: Policy[Any], geometry: Geometry) -> int:
 
 def page_selecting_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     """One layer: bounds, ids and scores of a tile's pages, and tables of the pages that all rows attend to."""
+    if policy.page_selection is None:
+        return 0
     g, longest = geometry, ceil_div(geometry.max_tokens, PAGE)
     tile = max(longest, min(TILE_TOKENS // PAGE, g.max_requests * longest))
     scored = g.kv_heads * (2 * bound_bytes(policy, g) + 4 * 2 * g.head_dim + 64) + 8 * g.query_heads
     return tile * scored + g.max_requests * g.kv_heads * 24 * (policy.attended_pages(g.max_tokens) + CHUNK)
+
+
+def line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
+    """On CUDA, for every row of a step that selects: numbers and tables, and room for the selection itself."""
+    if not (policy.selects and rows):
+        return 0
+    g, numbers = geometry, 6 * (rows + 1) + 1
+    if policy.page_selection is not None:
+        longest = ceil_div(g.max_tokens, PAGE)
+        own = rows * g.kv_heads * (ceil_div(longest, CHUNK) + CHUNK + 2)
+        if policy.local is not None:  # heads are unlike: what they have does not follow from blocks
+            own += rows * g.kv_heads * longest * 3
+    else:
+        sums = 2 * max(rows * g.kv_heads, RADIX_PARTS) * (g.query_heads // g.kv_heads)
+        own = rows * g.query_heads * g.head_dim + sums
+    return 4 * (numbers + own) + radix_bytes(g, rows)
+
+
+def line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:
+    """Of every head of a layer: for a page to select, its score, its id and a place in a table; for one of landmarks,
+    scores of the group's queries and what they make, and for one of tokens, which are chosen and where they come from.
+    """
+    g = geometry
+    if policy.page_selection is not None:
+        return 12 * g.kv_heads if policy.local is None else 0
+    if not isinstance(policy, FromHost):
+        return 0
+    return 4 * policy.landmark_pages.tokens * (g.query_heads + g.kv_heads) + g.kv_heads * PAGE * LISTED_TOKEN_BYTES
+
+
+def radix_bytes(geometry: Geometry, rows: int) -> int:
+    """Of the radix selection on CUDA (kernels/top_tokens.py): counts of digits of every part of a head."""
+    items = rows * geometry.kv_heads
+    return 4 * RADIX_LEVELS * (max(items, RADIX_PARTS) * (RADIX_DIGITS + 1) + 2 * items)

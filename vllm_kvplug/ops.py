@@ -403,6 +403,7 @@ def fetch_tokens(
     frequencies: torch.Tensor,
     grid: torch.Tensor | None,
     dtype: torch.dtype,
+    count: torch.Tensor | None = None,
 ) -> None:
     """Put tokens that lie in CPU memory in pages: decode K and V, and turn K by RoPE to its position.
 
@@ -415,10 +416,11 @@ def fetch_tokens(
         frequencies: float32 [r / 2]: by how much a position turns pair (i, i + r / 2).
         grid: float16 [256, 2], the grid of 4 bits; or None.
         dtype: of K and V: float32, bfloat16 or float16.
+        count: int32 [1] on the pool's device: only so many first tokens are fetched, at most n; None: all.
 
     Raises:
         RuntimeError: wrong shapes, dtypes or devices.
         IndexError: on the CPU, a row or slot that is not there. On CUDA it stops the kernel.
     """
     load_library()
-    torch.ops.vllm_kvplug.fetch_tokens(pool, rows, source, position, dest, frequencies, grid, dtype)
+    torch.ops.vllm_kvplug.fetch_tokens(pool, rows, source, position, dest, frequencies, grid, dtype, count)

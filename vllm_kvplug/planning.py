@@ -112,7 +112,8 @@ def pool(policy: Policy[Any] | None, engine: Engine, max_tokens: int, available:
         if policy is not None:
             plan = decode_plan_bytes(geometry, engine.max_requests, engine.multiprocessors)
             plan *= 2 if policy.page_selection else 1
-            rank = charges(policy, geometry, engine.max_batch, plan if engine.multiprocessors else 0)
+            on_gpu = (plan, engine.max_requests) if engine.multiprocessors else (0, 0)
+            rank = charges(policy, geometry, engine.max_batch, *on_gpu)
         left = rank.pool_bytes(available, geometry.block_bytes)
         found.append((max(left, 0) // geometry.block_bytes, rank))
     blocks, rank = min(found, key=lambda pair: pair[0])

@@ -4,6 +4,7 @@
 #include <c10/util/Float8_e4m3fn.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -57,7 +58,7 @@ void read_row(const uint8_t* row, const Grid<2>* grid, int group, int dim, float
 // T: of K and V; P: of the pool.
 template <typename T, typename P>
 void fetch_rows(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor& source, const at::Tensor& position,
-                const at::Tensor& dest, const at::Tensor& frequencies, const Grid<2>* grid) {
+                const at::Tensor& dest, const at::Tensor& frequencies, const Grid<2>* grid, int64_t items) {
   const int dim = static_cast<int>(pool.size(2) / 2), half = static_cast<int>(frequencies.size(0));
   const int64_t slots = pool.size(0) * kPageTokens, bytes = rows.size(1);
   P* pool_data = static_cast<P*>(pool.data_ptr());
@@ -65,7 +66,7 @@ void fetch_rows(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor
   const int64_t *from = source.const_data_ptr<int64_t>(), *at_position = position.const_data_ptr<int64_t>();
   const int64_t* to = dest.const_data_ptr<int64_t>();
   const float* angles = frequencies.const_data_ptr<float>();
-  at::parallel_for(0, source.size(0), kFetchGrain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, items, kFetchGrain, [&](int64_t begin, int64_t end) {
     float key[kHiggsMaxGroup], value[kHiggsMaxGroup];
     for (int64_t item = begin; item < end; ++item) {
       if (from[item] == -1) {
@@ -86,8 +87,10 @@ void fetch_rows(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor
 
 void fetch_tokens(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor& source, const at::Tensor& position,
                   const at::Tensor& dest, const at::Tensor& frequencies, const std::optional<at::Tensor>& grid,
-                  at::ScalarType dtype) {
-  check_fetch(pool, rows, source, position, dest, frequencies, grid, dtype);
+                  at::ScalarType dtype, const std::optional<at::Tensor>& count) {
+  check_fetch(pool, rows, source, position, dest, frequencies, grid, dtype, count);
+  const int64_t given = count.has_value() ? *count->const_data_ptr<int32_t>() : source.size(0);
+  const int64_t items = std::min(given, source.size(0));
   std::optional<Grid<2>> table;
   if (grid.has_value()) {
     table.emplace(grid->const_data_ptr<at::Half>());
@@ -95,9 +98,9 @@ void fetch_tokens(const at::Tensor& pool, const at::Tensor& rows, const at::Tens
   const Grid<2>* codes = table.has_value() ? &*table : nullptr;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, dtype, "fetch_tokens", [&] {
     if (pool.scalar_type() == dtype) {
-      fetch_rows<scalar_t, scalar_t>(pool, rows, source, position, dest, frequencies, codes);
+      fetch_rows<scalar_t, scalar_t>(pool, rows, source, position, dest, frequencies, codes, items);
     } else {
-      fetch_rows<scalar_t, c10::Float8_e4m3fn>(pool, rows, source, position, dest, frequencies, codes);
+      fetch_rows<scalar_t, c10::Float8_e4m3fn>(pool, rows, source, position, dest, frequencies, codes, items);
     }
   });
 }

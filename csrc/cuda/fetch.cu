@@ -24,8 +24,8 @@ void fetch(const FetchArgs& args, const at::Half* grid, bool e4m3) {
 
 void fetch_tokens(const at::Tensor& pool, const at::Tensor& rows, const at::Tensor& source, const at::Tensor& position,
                   const at::Tensor& dest, const at::Tensor& frequencies, const std::optional<at::Tensor>& grid,
-                  at::ScalarType dtype) {
-  check_fetch(pool, rows, source, position, dest, frequencies, grid, dtype);
+                  at::ScalarType dtype, const std::optional<at::Tensor>& count) {
+  check_fetch(pool, rows, source, position, dest, frequencies, grid, dtype, count);
   TORCH_CHECK(rows.is_pinned(), "fetch_tokens: rows must be in pinned memory, which the device reads by itself");
   const c10::cuda::CUDAGuard guard(pool.device());
   FetchArgs args;
@@ -35,6 +35,7 @@ void fetch_tokens(const at::Tensor& pool, const at::Tensor& rows, const at::Tens
   args.position = position.const_data_ptr<int64_t>();
   args.dest = dest.const_data_ptr<int64_t>();
   args.frequencies = frequencies.const_data_ptr<float>();
+  args.count = count.has_value() ? count->const_data_ptr<int32_t>() : nullptr;
   args.items = source.size(0);
   args.num_rows = rows.size(0);
   args.slots = pool.size(0) * kPageTokens;

@@ -9,6 +9,7 @@ from test_memory import PeakMemory
 from vllm_kvplug import memory
 from vllm_kvplug.components.selection import page_scores
 from vllm_kvplug.memory import Geometry
+from vllm_kvplug.placement.integrity import head_pages
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.policies.registry import make_policy
@@ -67,3 +68,24 @@ def test_selection_takes_no_more_than_is_charged(ratio: float) -> None:
     charged = memory.page_selecting_bytes(request.policy, geometry)
     assert 0.3 * charged <= peak.most <= charged
     assert memory.bound_bytes(request.policy, geometry) == selector.bounds[0].nbytes
+
+
+def test_bounds_made_anew_from_what_is_stored() -> None:
+    """Of a request whose heads store 100 and 37 tokens by now; other pages' stay. In the workspace of its prompt."""
+    selector, request, geometry = selector_of(3000, 0.5)
+    pages, tables = selector.pool.pages, selector.tables
+    pages.normal_()
+    tables.lengths[0] = torch.tensor([100, 37])
+    before = selector.bounds.clone()
+    with torch.inference_mode(), PeakMemory() as peak:
+        selector.renew(0, 3000)
+    assert 0 < peak.most <= memory.workspace_bytes(request.policy, geometry, in_lines=True)
+    renewed = []
+    for head, length in enumerate((100, 37)):
+        ids = head_pages(tables, 0, head)
+        for number, page in enumerate(ids):
+            keys = pages[page, : length - 16 * number, :64]
+            assert selector.bounds[page].equal(torch.stack([keys.amin(0), keys.amax(0)]))
+        renewed += ids
+    others = [page for page in range(len(pages)) if page not in renewed]
+    assert selector.bounds[others].equal(before[others])

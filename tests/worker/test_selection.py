@@ -116,10 +116,10 @@ def test_selection_takes_no_more_than_is_charged(landmarks: str, ratio: float, r
     selector.begin(request)
     key = torch.randn(tokens, 2, 64).to(dtype)
     selector.store(request, 0, 0, key, key)
-    charged = memory.selecting_bytes(policy, geometry)
+    charged = memory.selecting_bytes(policy, geometry, in_lines=False)
     with torch.inference_mode(), PeakMemory() as making:
         selector.end_prompt(request, 0)
-    selector.prepare([request])
+    selector.prepare([request] * rows, rows)
     with torch.inference_mode(), PeakMemory() as selecting:
         selector.select(torch.zeros(rows, dtype=torch.int32), 0, torch.randn(1, 4, 64).expand(rows, -1, -1).to(dtype))
     lane.close()
@@ -129,4 +129,4 @@ def test_selection_takes_no_more_than_is_charged(landmarks: str, ratio: float, r
     assert memory.selecting_table_bytes(policy, geometry) == sum(
         t.numel() * t.element_size() for t in (selector.layouts, selector.blocks, selector.host_slots)
     )
-    assert memory.selecting_bytes(make_policy("snapkv", {}, shape), replace(geometry)) == 0
+    assert memory.selecting_bytes(make_policy("snapkv", {}, shape), replace(geometry), in_lines=False) == 0

@@ -113,10 +113,12 @@ class Retrieval:
 class PageSelection:
     """Decode queries attend to whole pages of 16 tokens, chosen by the bounds of their keys.
 
-    dense_layers: first layers whose queries attend to everything.
+    dense_layers: first layers whose queries attend to everything. local_pages: first pages of every head, of which each
+    query attends to all: a local window's.
     """
 
     dense_layers: int
+    local_pages: int = 0
 
 
 class Gate(Protocol):
@@ -148,7 +150,7 @@ class Policy(ABC, Generic[ConfigT]):
     seen and stored beyond it, and the cuts only cap that; if it overrides `score` too, that chooses within a
     budget (admission and eviction). Decoded tokens are kept, unless cuts go on. With a `retrieval`, satellites that
     were cut get other prompt tokens back from the host later (offload). Where a class `selects`, every decode query
-    attends to stored or offloaded tokens of its own choice (selection).
+    attends to stored or offloaded tokens of its own choice (selection); whole pages, with a `page_selection`.
 
     An object serves requests with one set of options. What depends on the budget must be computed from
     `self.config` when asked: `for_request` makes an object with another config.

@@ -31,6 +31,7 @@ BUILT_IN = {
     "synthetic": "vllm_kvplug.policies.synthetic:Synthetic",
     "streaming": "vllm_kvplug.policies.streaming:Streaming",
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
+    "wgkv+quest": "vllm_kvplug.policies.wgkv_quest:WGKVQuest",
     "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
     "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }

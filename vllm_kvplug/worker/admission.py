@@ -19,6 +19,7 @@ from vllm_kvplug.placement.tables import PageTables
 from vllm_kvplug.plan import AdmissionCuts, SharedPlan
 from vllm_kvplug.policies.base import Gate, LocalWindow
 from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.step import PrefillRow
@@ -32,7 +33,10 @@ SCORED_AT_ONCE = 16
 
 
 class Admitter(Cutter):
-    """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation."""
+    """Promotes ring victims before decode steps, and settles prompt chunks after theirs. No host synchronisation.
+
+    selector: of the pages behind the ring, whose bounds it is told of, if queries select them.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,10 @@ class Admitter(Cutter):
         local: LocalWindow,
         gate: Gate,
         recent: RecentQueries,
+        selector: PageSelector | None = None,
     ):
         super().__init__(geometry, pool, tables, recent)
-        self.local, self.gate = local, gate
+        self.local, self.gate, self.selector = local, gate, selector
         if local.deferred and geometry.page_dtype != geometry.dtype:
             raise PolicyError(f"{CONFIG_FLAG}: defer scores keys as they are stored, not with --kv-cache-dtype fp8")
 
@@ -93,6 +98,8 @@ class Admitter(Cutter):
         self.pool.copy_tokens(source.flatten().clamp_min(0), target.flatten().clamp_min(0))
         flat = tables.scores.view(-1)  # its last entries are nobody's
         flat[target] = flat[source]
+        if self.selector:
+            self.selector.note(target, self.pool.keys(target.clamp_min(0)))
 
     def finish(self, request: LiveRequest, start: int, end: int) -> None:
         """After a step that computed the tokens [start, end): settle a chunk; at a cut, hold the request to its cap."""
@@ -117,6 +124,8 @@ class Admitter(Cutter):
         entries = plan.row_entries(prompt, end)
         pages = self.tables.shrink(request.slot, request.row, lengths, entries, after if cut else before, end)
         self.pool.copy_pages(*pages)
+        if self.selector:
+            self.selector.renew(request.slot, end)
 
     def _settle(self, request: LiveRequest, start: int, end: int, lengths: torch.Tensor) -> torch.Tensor:
         """Put a chunk's tokens in their places: into the ring, behind it if admitted, or nowhere. New lengths."""

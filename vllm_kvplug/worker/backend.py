@@ -63,12 +63,6 @@ class HeadPageBuilder(AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime: Runtime = compat.runtime_of(vllm_config)
 
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Selection has shapes that follow from the requests of a step. vLLM profiles with a spec of its own."""
-        selects = compat.runtime_of(vllm_config).policy.selects
-        return AttentionCGSupport.NEVER if selects else cls._cudagraph_support
-
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Step:
@@ -137,8 +131,8 @@ class HeadPageImpl(AttentionImpl):
         ops.kv_write(runtime.pool.pages, key[:tokens], value[:tokens], place)
         if scores is not None:
             runtime.tables.set_scores(place, scores)
-        if runtime.page_selector:
-            runtime.page_selector.note(place, key[:tokens])
+        if runtime.page_selector and not runtime.admitter:  # which tells it of what leaves the window
+            runtime.page_selector.note(place, key[:tokens], apart=not step.prefill)
         if step.decode_rows:
             rows = slice(0, step.decode_rows)
             self._attend_decodes(step, index, query[rows], output[rows])

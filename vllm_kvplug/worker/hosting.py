@@ -40,8 +40,9 @@ class HostedSelector(TokenSelector):
         tables: PageTables,
         host: HostPool,
         lane: Lane,
+        max_rows: int = 0,
     ):
-        super().__init__(policy, geometry, pool, tables, host, lane)
+        super().__init__(policy, geometry, pool, tables, host, lane, max_rows)
         self.base = geometry.max_tokens
         self.rotary = Rotary(torch.zeros(geometry.head_dim // 2, device=tables.lengths.device), 1.0)
 

@@ -103,7 +103,8 @@ class Runtime:
         """Device memory beside head pages."""
         plans = 2 if self.policy.page_selection else 1  # of all layers, and of what one layer's queries selected
         plan_bytes = plans * self.decode_plan.nbytes if self.decode_plan else 0
-        return charges(self.policy, self.geometry, self.max_batch, plan_bytes)
+        decode_rows = self.max_rows if self.device.type == "cuda" else 0
+        return charges(self.policy, self.geometry, self.max_batch, plan_bytes, decode_rows)
 
     def bind(self, layer_cache: torch.Tensor, blocks: int) -> None:
         """Take over the KV allocation. Called once it has its final size, before the first real step."""
@@ -114,25 +115,24 @@ class Runtime:
         self._row_slot = torch.full((self.max_batch,), -1, dtype=torch.int32, device=self.device)
         self._position = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
         self._phase = torch.zeros(self.max_batch, dtype=torch.int64, device=self.device)
-        self.prompt_end = PromptEnd(g, self.pool, self.tables)
-        local = self.policy.local
-        self.cutter = Cutter(g, self.pool, self.tables, self.recent) if local is None else None
+        rooms = g, self.pool, self.tables
+        self.prompt_end = PromptEnd(*rooms)
+        local, pages = self.policy.local, self.policy.page_selection
+        if pages:
+            self.page_selector = PageSelector(pages.dense_layers, *rooms, self.max_rows, pages.local_pages)
+        self.cutter = Cutter(*rooms, self.recent) if local is None else None
         self.admitter = None
         if local is not None and self.gate is not None:
-            self.admitter = Admitter(g, self.pool, self.tables, local, self.gate, self.recent)
-        pages = self.policy.page_selection
-        self.page_selector = (
-            PageSelector(pages.dense_layers, g, self.pool, self.tables, self.max_rows) if pages else None
-        )
+            self.admitter = Admitter(*rooms, local, self.gate, self.recent, self.page_selector)
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
         if isinstance(self.policy, FromHost):
             codec = Codec(self.policy.codec(), g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
             if self.policy.shares_budget:
-                self.selector = HostedSelector(self.policy, g, *where)
-                self.cutter = HostingCutter(g, self.pool, self.tables, self.selector)
+                self.selector = HostedSelector(self.policy, g, *where, self.max_rows)
+                self.cutter = HostingCutter(*rooms, self.selector)
             else:
-                self.selector = TokenSelector(self.policy, g, *where)
+                self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(capacity, codec, pin)
@@ -190,8 +190,8 @@ class Runtime:
             return Step(0, nothing.int(), nothing, nothing[:, None].expand(0, self.geometry.heads), nothing)
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
-        self._prepare_selection([], [], 0)
         decode_rows = rows if rows == tokens else 0
+        self._prepare_selection([], [], decode_rows)
         self._plan_decode(decode_rows)
         tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
         return Step(decode_rows, *tables)
@@ -257,11 +257,14 @@ class Runtime:
 
     def _prepare_selection(self, requests: Sequence[LiveRequest], lengths: Sequence[int], decode_rows: int) -> None:
         """What the decode rows of a step select from; padding rows follow the requests'."""
+        if not decode_rows:
+            return
         if self.page_selector:
             self.page_selector.prepare(requests, lengths, decode_rows)
         if self.selector:
             decoding = zip(requests, lengths, strict=True)
-            self.selector.prepare([request for request, length in decoding if length > request.prefill_end])
+            selecting = [request if length > request.prefill_end else None for request, length in decoding]
+            self.selector.prepare(selecting, decode_rows)
 
     def _note_cuts(
         self, rows: Sequence[LiveRequest], counts: Sequence[int], lengths: Sequence[int], block_rows: torch.Tensor

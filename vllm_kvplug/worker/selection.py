@@ -27,6 +27,7 @@ from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
 from vllm_kvplug.tiers.ledger import HOST_SLOT
 from vllm_kvplug.worker.requests import LiveRequest, Selected, upload
+from vllm_kvplug.worker.selection_lines import SelectedLines
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class TokenSelector:
         tables: PageTables,
         host: HostPool,
         lane: Lane,
+        max_rows: int = 0,
     ):
+        """max_rows: of a decode step, padding included; on CUDA alone."""
         self.geometry, self.pool, self.tables = geometry, pool, tables
         self.host, self.lane = host, lane
         self.landmarks = policy.landmark_pages
@@ -70,6 +73,8 @@ class TokenSelector:
         self._grid = load_grid(HIGGS_BITS, device) if host.codec.name == "higgs4" else None
         self._heads = torch.arange(geometry.heads, device=device)
         self._widths = Widths()
+        where = self.landmarks, geometry, pool, tables, max_rows
+        self.lines = SelectedLines(policy.landmarks(), *where) if tables.lengths.is_cuda else None
 
     # ---- beginning and end
 
@@ -170,19 +175,40 @@ class TokenSelector:
 
     # ---- decode
 
-    def prepare(self, rows: Sequence[LiveRequest]) -> None:
-        """The requests of a step's decode rows that select."""
-        layouts = [row.selected.layout for row in rows if row.selected is not None]
-        pages = max((layout.landmark_blocks for layout in layouts), default=0)
-        selected = max((layout.selected for layout in layouts), default=0)
-        self._widths = Widths(pages, selected, max((layout.excluded for layout in layouts), default=0))
+    def prepare(self, rows: Sequence[LiveRequest | None], decode_rows: int) -> None:
+        """The requests of a step's decode rows, None for those that do not select yet; padding rows follow."""
+        layouts = [row.selected.layout if row and row.selected else None for row in rows]
+        if self.lines is not None:
+            self.lines.lay_out(layouts, decode_rows)
+            return
+        there = [layout for layout in layouts if layout is not None]
+        pages = max((layout.landmark_blocks for layout in there), default=0)
+        selected = max((layout.selected for layout in there), default=0)
+        self._widths = Widths(pages, selected, max((layout.excluded for layout in there), default=0))
 
     def select(self, row_slot: torch.Tensor, layer: int, query: torch.Tensor) -> None:
-        """Put in place what the queries [rows, query heads, d] of decode rows want of a layer."""
-        if self._widths.pages:
+        """Put in place what the queries [rows, query heads, d] of decode rows want of a layer.
+
+        On CUDA it is part of captured graphs, whether a row of this step selects or not.
+        """
+        if self.lines is not None:
+            self.lines.choose(row_slot, layer, query, self.blocks, self.host_slots, self.base)
+            source, position, target = self.lines.fetches
+            how = self.rotary.frequencies, self._grid, self.pool.dtype, self.lines.count
+            ops.fetch_tokens(self.pool.pages, self.host.rows, source, position, target, *how)
+        elif self._widths.pages:
             rows = max(min(TILE_TOKENS // (self._widths.pages * self.landmarks.tokens), TILE_ROWS), 1)
             for slots, queries in zip(row_slot.split(rows), query.split(rows), strict=True):
                 self._select(torch.where(slots < 0, len(self.layouts) - 1, slots).long(), layer, queries)
+
+    def load_kernels(self) -> None:
+        """They compile at start-up, on padding rows, for every number of parts that rows are cut into."""
+        g, device = self.geometry, self._heads.device
+        most = self.lines.max_rows if self.lines else 0
+        for rows in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)} - {0}):
+            self.prepare([], rows)
+            nobody = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.select(nobody, 0, torch.zeros((rows, g.query_heads, g.head_dim), dtype=g.dtype, device=device))
 
     def _select(self, slots: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         g, width = self.geometry, self._widths

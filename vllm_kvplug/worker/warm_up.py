@@ -31,6 +31,10 @@ def load_kernels(runtime: Runtime) -> None:
         ops.prefill_attention(torch.empty_like(query), query, new, new, *where, 0, g.scale, ring)
     if runtime.retriever:
         runtime.retriever.load_kernels()
+    if runtime.selector:
+        runtime.selector.load_kernels()
+    if runtime.page_selector:
+        runtime.page_selector.load_kernels()
     runtime._plan_decode(1)
     ops.decode_attention(
         torch.empty_like(query),
