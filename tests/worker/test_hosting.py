@@ -127,7 +127,7 @@ def test_it_takes_no_more_than_is_charged(
             request.cut()
     charged = memory.hosting_bytes(policy, geometry)
     assert 0.3 * charged <= peak.most <= max(charged, memory.judging_bytes(policy, geometry))
-    request.selector.prepare([request.live])
+    request.selector.prepare([request.live], 1)
     with torch.inference_mode(), PeakMemory() as selecting:
         request.selector.select(torch.zeros(1, dtype=torch.int32), 0, torch.randn(1, 4, 64).to(dtype))
     assert (
