@@ -87,7 +87,7 @@ def _weights_kernel(
             tl.store(weights + begin + stays, tl.full([BLOCK], -1.0, tl.float32), mask=(stays >= start) & (stays < end))
 
 
-@triton.jit(do_not_specialize=["first_head", "above", "host_slots_stride"])
+@triton.jit(do_not_specialize=["first_head", "base", "host_slots_stride"])
 def _misses_kernel(
     source,
     position,
@@ -107,7 +107,7 @@ def _misses_kernel(
     chunks,
     positions,
     first_head,
-    above,
+    base,
     host_slots_stride,
     directory_slot_stride,
     directory_head_stride,
@@ -139,7 +139,7 @@ def _misses_kernel(
     for first in range(0, count, PLACES):
         place = first + tl.arange(0, PLACES)
         at = _place(tables, chunks, before + place, place < count, chunk_stride, PAGE, CHUNK)
-        held = tl.load(positions + at, mask=place < count, other=-1) - above
+        held = tl.load(positions + at, mask=place < count, other=-1) - base
         tl.store(marks + held, tl.full([PLACES], HELD, tl.float32), mask=(held >= 0) & (held < known))
     tl.debug_barrier()
     missing = 0
@@ -153,13 +153,13 @@ def _misses_kernel(
     if missing == 0:
         return
     # All heads' fetches stand in one list, in whatever order they come.
-    base = tl.atomic_add(number, missing)
+    listed = tl.atomic_add(number, missing)
     tl.debug_barrier()
     done = 0
     for first in range(0, count, PLACES):
         place = first + tl.arange(0, PLACES)
         at = _place(tables, chunks, before + place, place < count, chunk_stride, PAGE, CHUNK)
-        held = tl.load(positions + at, mask=place < count, other=-1) - above
+        held = tl.load(positions + at, mask=place < count, other=-1) - base
         real = (held >= 0) & (held < known)
         is_free = (tl.load(marks + held, mask=real, other=0.0) != WANTED) & (place < count)
         index = done + tl.cumsum(is_free.to(tl.int32), 0) - 1
@@ -167,10 +167,10 @@ def _misses_kernel(
         token = tl.load(fresh + begin + index, mask=takes, other=0)
         host = tl.load(host_slots + slot * host_slots_stride + token // HOST_SLOT, mask=takes, other=0)
         row_there = (host * ALL_HEADS + first_head + head) * HOST_SLOT + token % HOST_SLOT
-        tl.store(source + base + index, row_there, mask=takes)
-        tl.store(position + base + index, token.to(tl.int64), mask=takes)
-        tl.store(target + base + index, at, mask=takes)
-        tl.store(positions + at, above + token, mask=takes)
+        tl.store(source + listed + index, row_there, mask=takes)
+        tl.store(position + listed + index, token.to(tl.int64), mask=takes)
+        tl.store(target + listed + index, at, mask=takes)
+        tl.store(positions + at, base + token, mask=takes)
         done += tl.sum(is_free.to(tl.int32), 0)
 
 
@@ -217,20 +217,20 @@ def misses(
     tables: object,
     heads: tuple[int, int, int],
     tokens: int,
-    above: int = 0,
+    base: int = 0,
 ) -> None:
     """List what must be fetched so that heads hold the tokens that are `chosen`, and note that they do.
 
     fetch: row on the host, position and token slot of each, int64, and how many there are so far, int32 [1], to which
     these are added. fresh, chosen: int32, lines with `list_starts` and unit 16, of which the first is scratch. weights:
     as in `group_weights`; overwritten. numbers: landmarks, selected tokens, and how many stay before them in a head,
-    int32 [rows]. host_slots int64 [slots, n], of HOST_SLOT tokens of all heads. above: what tables add to a token's
-    number for its position. The rest as in `group_weights`.
+    int32 [rows]. host_slots int64 [slots, n], of HOST_SLOT tokens of all heads. base: positions of tables are this
+    more than tokens' numbers. The rest as in `group_weights`.
     """
     rows, (first_head, kv_heads, all_heads) = len(row_slot), heads
     where = tables.directory, tables.chunks, tables.positions
     strides = host_slots.stride(0), *tables.directory.stride()[:2], tables.chunks.stride(0)
     sizes = {"HEADS": kv_heads, "ALL_HEADS": all_heads, "TOKENS": tokens, "PLACES": PLACES, "HOST_SLOT": HOST_SLOT}
     fixed = {"HELD": HELD, "WANTED": WANTED, "PAGE": PAGE_TOKENS, "CHUNK": CHUNK_PAGES, "num_warps": 8}
-    what = *fetch, fresh, weights, chosen, *numbers, starts, list_starts, row_slot, host_slots, *where
-    _misses_kernel[(rows * kv_heads,)](*what, first_head, above, *strides, **sizes, **fixed)
+    what = *fetch, fresh, weights, chosen, *numbers, starts, list_starts, row_slot, host_slots, *where, first_head, base
+    _misses_kernel[(rows * kv_heads,)](*what, *strides, **sizes, **fixed)

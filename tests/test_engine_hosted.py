@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 from cases import fastkvzip, fastkvzip_yakv
 from engine_tools import (
-    Answer,
     Ask,
-    Snapshot,
-    Watch,
     check_segments,
     greedy,
     one_thread,  # noqa: F401
@@ -24,12 +21,11 @@ from engine_tools import (
     token_ids,
 )
 from option_tools import EVERYTHING, assert_idle
-from reference import Full, Reference, Replay, Rule
-from reference_hosted import Hosted, Selection
-from selection_tools import check_steps
+from reference import Full, Reference, Rule
+from reference_hosted import Selection
+from selection_tools import WatchHosted, check_hosted
 
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.placement.integrity import kept_positions
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.shape import ModelShape
 
@@ -43,71 +39,6 @@ TOKEN_BYTES = HEADS * (2 * 16 + 4)
 @pytest.fixture(scope="module")
 def reference(tiny_model_dir: Path) -> Reference:
     return Reference(tiny_model_dir)
-
-
-class WatchHosted(Watch):
-    """Snapshots have positions where page tables have numbers on the host.
-
-    hosted: of each request, the positions of what is on the host for every head, once its prompt is complete.
-    """
-
-    def __init__(self, llm: Any, **what: Any):
-        super().__init__(llm, **what)
-        cutter, self.hosted = self.runtime.cutter, dict[str, list[list[int]]]()
-        judge, ready, survivors = cutter._judge, cutter.selector.ready, {}
-
-        def watched_judge(request: Any, cut: int) -> Any:
-            lengths = judge(request, cut)
-            tables, slot = self.runtime.tables, request.slot
-            before = tables.lengths[slot].clone()
-            tables.lengths[slot] = lengths.int()
-            survivors[slot] = kept_positions(tables, slot)
-            tables.lengths[slot] = before
-            return lengths
-
-        def watched_ready(request: Any, blocks: Any) -> None:
-            ready(request, blocks)
-            (name,) = [name for name, live in self.runtime.live.items() if live is request]
-            stays = kept_positions(self.runtime.tables, request.slot)
-            pairs = zip(survivors[request.slot], stays, strict=True)
-            self.hosted[name] = [sorted(set(all_of) - set(some)) for all_of, some in pairs]
-
-        cutter._judge, cutter.selector.ready = watched_judge, watched_ready
-
-    def seen(self, answer: Answer) -> list[Snapshot]:
-        return [replace(s, kept=self._positions(answer, s)) for s in self.snapshots[answer.request_id]]
-
-    def _positions(self, answer: Answer, snapshot: Snapshot) -> list[list[list[int]]]:
-        base, heads = self.runtime.selector.base, len(snapshot.kept[0])
-
-        def of_head(layer: int, head: int) -> list[int]:
-            kept = snapshot.kept[layer][head]
-            numbers = [t - base for t in kept if t >= base]
-            hosted = self.hosted[answer.request_id][layer * heads + head] if numbers else []
-            return sorted([t for t in kept if t < base] + [hosted[number] for number in numbers])
-
-        return [[of_head(layer, head) for head in range(heads)] for layer in range(len(snapshot.kept))]
-
-
-def check(reference: Reference, rule: Hosted, prompt: list[int], answer: Answer, watch: WatchHosted) -> Replay:
-    """As `check_steps`; and what was kept and hosted at the prompt's end."""
-    snapshots = watch.seen(answer)
-    replay = check_steps(reference, rule, prompt, answer, snapshots)
-    (complete,) = [s for s in snapshots if s.length == s.prompt_end]
-    hosted = replay.watcher.hosted if isinstance(replay.watcher, Selection) else None
-    mine = watch.hosted.get(answer.request_id)
-    assert (mine is None) == (hosted is None)
-    survivors = replay.kept_in_prompt[complete.length]
-    if hosted is None:
-        assert complete.kept == survivors
-        return replay
-    assert mine == [head for layer in hosted for head in layer]
-    for layer, heads in enumerate(survivors):
-        for head, theirs in enumerate(heads):
-            stays = set(theirs) - set(hosted[layer][head])
-            newest = hosted[layer][head][-rule.selected(complete.length) :]
-            assert complete.kept[layer][head] == sorted(stays | set(newest))
-    return replay
 
 
 CASES: dict[str, Any] = {
@@ -136,11 +67,11 @@ def test_steps_equal_reference(
         assert_idle(llm)
     replays = []
     for length, one, other in zip(LENGTHS, alone, mixed, strict=True):
-        replays.append(check(reference, case.rule, token_ids(length), one, watch))
+        replays.append(check_hosted(reference, case.rule, token_ids(length), one, watch))
         assert watch.hosted.get(one.request_id) == watch.hosted.get(other.request_id)
         seen, again = watch.seen(one), watch.seen(other)
         if (one.tokens, {s.length: s.kept for s in seen}) != (other.tokens, {s.length: s.kept for s in again}):
-            check(reference, case.rule, token_ids(length), other, watch)
+            check_hosted(reference, case.rule, token_ids(length), other, watch)
     selections = [r.watcher for r in replays if isinstance(r.watcher, Selection)]
     assert len(selections) >= 4 and sum(s.swaps for s in selections) < 10
     lengths = {len(head) for layer in replays[-1].kept_after_prompt for head in layer}
@@ -169,7 +100,7 @@ def test_options_of_requests(tiny_model_dir: Path, reference: Reference, tmp_pat
         assert_idle(llm)
     for (_, _, fields), ask, answer in zip(cases, asks, answers, strict=True):
         rule = replace(case.rule, **fields)
-        replay = check(reference, rule, ask.prompt, answer, watch)
+        replay = check_hosted(reference, rule, ask.prompt, answer, watch)
         assert isinstance(replay.watcher, Selection) == (rule.ratio < 0.9)
 
 

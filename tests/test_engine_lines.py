@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ANGLES, wgkv
+from cases import ANGLES, fastkvzip_yakv, wgkv
 from engine_tools import Ask, Watch, check_logprobs, runtime, serve, tiny_engine, token_ids
 from kernel_tools import INTERPRETED, run_interpreted, starts_interpreter
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_quest import Quest
 from reference_yakv import Selecting
-from test_engine_yakv import check_steps, engine_of
+from selection_tools import WatchHosted, check_hosted, check_steps
+from test_engine_yakv import engine_of
 
 from vllm_kvplug.worker.page_selection import AttendedLines
 from vllm_kvplug.worker.selection_lines import SelectedLines
@@ -38,6 +39,22 @@ def test_tokens_from_the_host(case: dict[str, Any], tiny_model_dir: Path) -> Non
         assert_idle(llm)
     for ask, answer in zip(ASKS, answers, strict=True):
         check_steps(Reference(tiny_model_dir), rule, ask.prompt, answer, watch.snapshots[answer.request_id])
+
+
+@in_interpreter
+def test_tokens_that_a_gate_left_to_the_host(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """They are known by numbers, which page tables hold above all positions."""
+    case = fastkvzip_yakv(0.2, 0.5, 20, 128, codec="auto", fetch=0.1)
+    with tiny_engine(tiny_model_dir, **LIMITS, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        selector = runtime(llm).selector
+        room = selector.landmarks, selector.geometry, selector.pool, selector.tables, 3
+        selector.lines = SelectedLines("higgs2", *room)
+        watch = WatchHosted(llm, integrity=True)
+        answers = serve(llm, ASKS)
+        assert_idle(llm)
+    for ask, answer in zip(ASKS, answers, strict=True):
+        check_hosted(Reference(tiny_model_dir), case.rule, ask.prompt, answer, watch)
+    assert len(watch.hosted) == 2
 
 
 @in_interpreter

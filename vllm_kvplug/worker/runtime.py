@@ -130,7 +130,7 @@ class Runtime:
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
             if self.policy.shares_budget:
                 self.selector = HostedSelector(self.policy, g, *where, self.max_rows)
-                self.cutter = HostingCutter(g, self.pool, self.tables, self.selector)
+                self.cutter = HostingCutter(*rooms, self.selector)
             else:
                 self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
         if self.policy.retrieval and self.pivots:
