@@ -185,6 +185,9 @@ def test_shipped_gates_are_found_by_kind_and_architecture(saved, kind, monkeypat
     assert find_shipped_gate(kind, model_fingerprint(tiny_config(vocab_size=65))) is None
 
 
+RESTORED = "cfd872c33e028b7f576bae6d8f8d2e714a6d23887d23be07881cc8ffc5f094c8"
+"""Of SmolLM2-135M-Instruct's weights as they come back from 4 bits, on which its gates were trained (docs/gates.md)."""
+
 SHIPPED = [path for path in files.shipped_files() if path.suffix == ".safetensors"]
 
 
@@ -195,7 +198,8 @@ def test_shipped_gates_fit_a_model_that_has_a_shipped_profile(path):
     found = find_shipped_gate(kind, profile.model.fingerprint)
     assert found == path
     _, metadata = load_gate(kind, path, profile.model)
-    assert metadata.results and metadata.files and metadata.weights_hash == profile.provenance.weights_hash
+    assert metadata.results and metadata.files
+    assert metadata.weights_hash in (profile.provenance.weights_hash, RESTORED)
 
 
 def test_others_can_read_what_the_umask_lets_them(kind, tmp_path):
