@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.policies_table import compared
 from benchmarks.report import RESULTS
 
 SOURCES = (
@@ -64,8 +65,10 @@ def policy_table(result: dict[str, Any]) -> list[str]:
     runs = {key.rsplit(".eval", 1)[0] for key in m if "@" in key and key.endswith(".rel")}
     if not runs:
         return []
-    longest, examples = lengths[-1], m[f"eval{lengths[0]}.examples"]
-    timed = f"full.eval{longest}.tpot_ms" in m
+    examples = m[f"eval{lengths[0]}.examples"]
+    by_all = [n for n in lengths if all(f"{run}.eval{n}.rel" in m for run in runs)]
+    held = (by_all or lengths)[-1]
+    timed = f"full.eval{held}.tpot_ms" in m
 
     def place(run: str) -> tuple[float, float]:
         """Larger levels first, then higher scores at the shortest length that was measured."""
@@ -76,8 +79,8 @@ def policy_table(result: dict[str, Any]) -> list[str]:
     head += ["GPU KV bytes, of full's", "host MiB a request", *(["ms a token"] if timed else [])]
     lines = [
         f"Every policy that serves the small model, at the same levels: scores of {examples:.0f} examples relative to full "
-        f"attention's (95% interval), and what requests of {longest:,} tokens really take while they decode"
-        + (f", full attention {m[f'full.eval{longest}.tpot_ms']:.1f} ms a token" if timed else "")
+        f"attention's (95% interval), and what requests of {held:,} tokens really take while they decode"
+        + (f", full attention {m[f'full.eval{held}.tpot_ms']:.1f} ms a token" if timed else "")
         + f" ({result['machine']}).",
         "",
         f"| {' | '.join(head)} |",
@@ -86,11 +89,15 @@ def policy_table(result: dict[str, Any]) -> list[str]:
     for run in sorted(runs, key=place):
         policy, level = run.rsplit("@", 1)
         cells = [f"{float(level):.0%}", f"`{policy}`", *(_relative(m, f"{run}.eval{n}") for n in lengths)]
-        key = f"{run}.eval{longest}"
+        key = f"{run}.eval{held}"
         cells += [_cell(m, f"{key}.gpu_kv_ratio", ".2f"), _cell(m, f"{key}.host_bytes", ".1f", 1 / 2**20)]
         lines.append(f"| {' | '.join(cells + ([_cell(m, f'{key}.tpot_ms', '.1f')] if timed else []))} |")
     failed = [f"`{row['run']}`" for row in result["rows"] if "error" in row]
-    return [*lines, "", *([f"Did not run: {', '.join(failed)}.", ""] if failed else [])]
+    measured = {run.rsplit("@", 1)[0] for run in runs}
+    missing = [f"`{name}`" for name in compared() if name not in measured]
+    notes = [f"Did not run: {', '.join(failed)}."] if failed else []
+    notes += [f"Not measured yet: {', '.join(missing)}, and where there is a dash."] if missing else []
+    return [*lines, "", *([" ".join(notes), ""] if notes else [])]
 
 
 def _relative(m: Metrics, key: str) -> str:
