@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from policy_tools import SHAPE
 
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.integrity import kept_positions
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
-from vllm_kvplug.plan import Cuts, SharedPlan, ceil_div
+from vllm_kvplug.plan import SharedPlan, ceil_div
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.requests import LiveRequest

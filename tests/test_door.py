@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_tools import SLOT_GIB, heterocache
 
+from vllm_kvplug.cuts import Cuts, DecodeCuts
 from vllm_kvplug.door import check_request, longest_request
 from vllm_kvplug.options import OptionError, RequestOptions
-from vllm_kvplug.plan import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.knorm import Knorm, KnormConfig
 from vllm_kvplug.policies.registry import make_policy

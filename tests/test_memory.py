@@ -20,13 +20,14 @@ from vllm_kvplug.kernels.hopper import HopperPlan
 from vllm_kvplug import memory
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.components.scorers import stored_votes
+from vllm_kvplug.cuts import Cuts, DecodeCuts
 from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 from vllm_kvplug.lifecycle import Admission
 from vllm_kvplug.memory import Charges, Geometry
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement import pool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import Cuts, DecodeCuts, SharedPlan, ceil_div
+from vllm_kvplug.plan import SharedPlan, ceil_div
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.policies.heterocache import HeteroCache
 from vllm_kvplug.policies.registry import make_policy

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplug.plan import Cuts, DecodeCuts, LayerPlan, PagePlan, SharedPlan, ceil_div, own_tokens
+from vllm_kvplug.cuts import Cuts, DecodeCuts, own_tokens
+from vllm_kvplug.plan import LayerPlan, PagePlan, SharedPlan, ceil_div
 from vllm_kvplug.shape import ModelShape
 
 

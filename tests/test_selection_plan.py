@@ -8,8 +8,9 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.options import RequestOptions
-from vllm_kvplug.plan import Cuts, SharedPlan, ceil_div
+from vllm_kvplug.plan import SharedPlan, ceil_div
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.policies.selecting import SelectingPolicy
 from vllm_kvplug.selection import HostedPlan, Layout, SelectionPlan

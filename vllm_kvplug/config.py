@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_kvplug.cuts import Allocation
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.plan import Allocation
 
 FLAG = "--kv-policy"
 CONFIG_FLAG = "--kv-policy-config"

@@ -11,11 +11,12 @@ from typing import Any, Self
 import torch
 
 from vllm_kvplug.components.redundancy import ROWS
+from vllm_kvplug.cuts import AdmissionCuts, Cuts
 from vllm_kvplug.kernels.hopper import PART_INTS
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement.pool import COPY_BYTES
 from vllm_kvplug.placement.tables import CHUNK, TableSizes
-from vllm_kvplug.plan import AdmissionCuts, Cuts, PagePlan, ceil_div
+from vllm_kvplug.plan import PagePlan, ceil_div
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.shape import PAGE, ModelShape

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vllm_kvplug.config import share_of
-from vllm_kvplug.plan import Cuts, Kept, PagePlan, SharedPlan, ceil_div
+from vllm_kvplug.cuts import Cuts
+from vllm_kvplug.plan import Kept, PagePlan, SharedPlan, ceil_div
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
 

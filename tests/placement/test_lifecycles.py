@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.placement.integrity import check_integrity, kept_positions
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables, TableSizes
-from vllm_kvplug.plan import Cuts, Kept, PagePlan, Plan, SharedPlan, ceil_div
+from vllm_kvplug.plan import Kept, PagePlan, Plan, SharedPlan, ceil_div
 from vllm_kvplug.policies.base import Ring
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.worker.cuts import Cutter

@@ -12,10 +12,10 @@ from policy_tools import kept_tokens
 from safetensors.torch import save_file
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.door import check_request
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
-from vllm_kvplug.plan import Cuts
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.policies.oracle import METADATA, Oracle, ScoresMetadata, load_scores, save_scores, scores_name
 from vllm_kvplug.policies.registry import make_policy

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_tools import SHAPE
 
+from vllm_kvplug.cuts import Allocation, Cuts, DecodeCuts
 from vllm_kvplug.memory import Geometry
-from vllm_kvplug.plan import Allocation, Cuts, DecodeCuts, SharedPlan
+from vllm_kvplug.plan import SharedPlan
 
 GEOMETRY = Geometry.of_rank(SHAPE, 0, torch.float32, max_requests=1, max_tokens=128)
 HEADS = GEOMETRY.heads

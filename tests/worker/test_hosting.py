@@ -15,11 +15,11 @@ from test_memory import PeakMemory
 from test_registry import save_sink_gate
 
 from vllm_kvplug import memory
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement import pool
 from vllm_kvplug.placement.integrity import check_integrity, kept_positions
-from vllm_kvplug.plan import Cuts
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.selection import HostedPlan
 from vllm_kvplug.shape import ModelShape

@@ -16,9 +16,10 @@ import torch
 from pydantic import ValidationError
 
 from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.options import OptionError, RequestOptions
-from vllm_kvplug.plan import Cuts, Kept, LayerPlan, PagePlan, Plan, SharedPlan
+from vllm_kvplug.plan import Kept, LayerPlan, PagePlan, Plan, SharedPlan
 from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import CodecName, token_bytes
 from vllm_kvplug.tiers.ledger import HOST_SLOT, host_slots

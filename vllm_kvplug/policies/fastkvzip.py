@@ -12,9 +12,9 @@ from pydantic import Field
 
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.config import AllocationKnob, PolicyConfig, share_of
+from vllm_kvplug.cuts import Cuts, DecodeCuts
 from vllm_kvplug.gates.files import SinkGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.sink_gate import SinkGate
-from vllm_kvplug.plan import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, Policy
 from vllm_kvplug.shape import ModelShape
 

@@ -15,7 +15,8 @@ from typing import Literal
 from pydantic import Field
 
 from vllm_kvplug.config import share_of
-from vllm_kvplug.plan import Cuts, PagePlan, Plan, ceil_div
+from vllm_kvplug.cuts import Cuts
+from vllm_kvplug.plan import PagePlan, Plan, ceil_div
 from vllm_kvplug.policies.fastkvzip import GatedPrompt, GatedPromptConfig
 from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.selection import HostedPlan

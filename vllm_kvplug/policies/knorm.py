@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 
 from vllm_kvplug.config import AllocationKnob, PolicyConfig
-from vllm_kvplug.plan import Cuts
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.policies.base import Gate, Policy
 
 

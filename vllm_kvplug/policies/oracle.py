@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.components.allocators import even_parts, top_shared
 from vllm_kvplug.config import CONFIG_FLAG, AllocationKnob, PolicyConfig, explain, share_of
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import Frozen, write_safetensors
 from vllm_kvplug.options import OptionError
-from vllm_kvplug.plan import Cuts, Kept
+from vllm_kvplug.plan import Kept
 from vllm_kvplug.policies.base import Policy, PromptView
 from vllm_kvplug.shape import ModelShape
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from vllm_kvplug.components.redundancy import importance, redundancy
 from vllm_kvplug.config import PolicyConfig
-from vllm_kvplug.plan import Cuts, DecodeCuts
+from vllm_kvplug.cuts import Cuts, DecodeCuts
 from vllm_kvplug.policies.base import Policy, PromptView
 
 DECODE_EVERY, NEWEST, KERNEL = 128, 8, 7

@@ -14,10 +14,10 @@ from pydantic import Field
 from vllm_kvplug import ops
 from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.config import PolicyConfig
+from vllm_kvplug.cuts import AdmissionCuts, DecodeCuts
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.gates.files import WriteGateShape, find_gate, load_gate, read_metadata
 from vllm_kvplug.gates.write_gate import WriteGate
-from vllm_kvplug.plan import AdmissionCuts, DecodeCuts
 from vllm_kvplug.policies.base import Gate, LocalWindow, Policy
 from vllm_kvplug.rotary import Rotary
 from vllm_kvplug.shape import ModelShape

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from vllm_kvplug.components.scorers import stored_votes
 from vllm_kvplug.config import PoolWidth
+from vllm_kvplug.cuts import AdmissionCuts
 from vllm_kvplug.errors import PolicyError
-from vllm_kvplug.plan import AdmissionCuts
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.policies.wgkv import WGKV, WGKVConfig
 from vllm_kvplug.shape import ModelShape

@@ -13,10 +13,11 @@ import torch
 
 from vllm_kvplug.components.allocators import even_parts, top_shared
 from vllm_kvplug.config import CONFIG_FLAG
+from vllm_kvplug.cuts import AdmissionCuts
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import AdmissionCuts, SharedPlan
+from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import Gate, LocalWindow
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.page_selection import PageSelector

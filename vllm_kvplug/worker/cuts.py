@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplug.components.allocators import even_parts, top_shared
+from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import Cuts, SharedPlan
+from vllm_kvplug.plan import SharedPlan
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_kvplug.components.allocators import in_order, top_shared, top_tokens
+from vllm_kvplug.cuts import own_tokens
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
-from vllm_kvplug.plan import LayerPlan, PagePlan, own_tokens
+from vllm_kvplug.plan import LayerPlan, PagePlan
 from vllm_kvplug.policies.base import PromptView
 from vllm_kvplug.worker.requests import LiveRequest, upload
 
