@@ -487,7 +487,7 @@ def finished_config(**changes: Any) -> SimpleNamespace:
         ({"parallel__tensor_parallel_size": 12}, ["--tensor-parallel-size"]),
         ({"config__speculative_config": object()}, ["--speculative-config"]),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value),
 )
 def test_refused_configs(changes: dict[str, Any], words: list[str]):
     message = error_of(lambda: check_config(finished_config(**changes)))

@@ -45,7 +45,7 @@ def test_seeds(task: str):
     assert len(made) == 9
 
 
-@pytest.mark.parametrize("task", set(TASKS) - {"text2json", "html2tsv"})
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"text2json", "html2tsv"}))
 def test_answers_are_in_the_context(task: str):
     made = example(task)
     for part in re.split(r"[\n,]\s*", made.answer):
