@@ -5,13 +5,14 @@ As the rest of the reference: slow, token by token, and nothing leaves it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 from reference import Layer, Positions, Watcher, masked_softmax
 from reference_gated import FastKVzip
+from reference_yakv import hosted as through_the_host
 from reference_yakv import rounded, shaky, up_to_ties
 
 
@@ -21,7 +22,8 @@ class Hosted(FastKVzip):
 
     When the prompt is complete, the lowest scores of what each head has kept go to the host, as many as it kept for
     itself. engine: what an engine's heads held, by the request's length: where its choice differs from ours in tokens
-    whose weights tie, it is taken. watchers: of the replays, in order.
+    whose weights tie, it is taken. host: what its host gives back, by layer: K and V, each [H, n, d] of the n tokens of
+    every head there. watchers: of the replays, in order.
     """
 
     offload: float = 0.3
@@ -32,6 +34,7 @@ class Hosted(FastKVzip):
     protect: tuple[tuple[int, int], ...] = ()
     context_end: int | None = None
     engine: Mapping[int, Positions] = field(default_factory=dict)
+    host: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     watchers: list[Selection] = field(default_factory=list)
 
     def hosted_share(self, tokens: int) -> Fraction:
@@ -96,7 +99,7 @@ class Hosted(FastKVzip):
 class Selection(Watcher):
     """hosted: positions [L][H] of what is on the host. landmarks: [L][H], float32 [n, d], what remains of its keys.
 
-    swaps: how many tokens of an engine's choice were taken in place of ours.
+    swaps: how many tokens of an engine's choice were taken in place of ours. strange: as of `reference_yakv`.
     """
 
     def __init__(self, rule: Hosted, layers: list[Layer]):
@@ -107,7 +110,8 @@ class Selection(Watcher):
         self.hosted: Positions = []
         self.landmarks: list[list[torch.Tensor]] = []
         self.shaky: list[list[torch.Tensor]] = []
-        for layer in layers:
+        self.strange: list[tuple[int, ...]] = []
+        for index, layer in enumerate(layers):
             of_layer = []
             for kept, gate in zip(layer.keep, layer.gate, strict=True):
                 ranked = sorted([t for t in judged if kept[t]], key=lambda t, gate=gate: (-float(gate[t]), t))
@@ -116,10 +120,11 @@ class Selection(Watcher):
             self.hosted.append(of_layer)
             self.landmarks.append([rounded(one, 2)[0] for one in keys])
             self.shaky.append([shaky(one, lambda k: rounded(k, 2))[0] for one in keys])
-            for head, hosted in enumerate(of_layer):
-                if rule.codec == "higgs4":
-                    for held in (layer.keys, layer.values):
-                        held[head, hosted] = rounded(held[head, hosted][None], 4)[0]
+            place = torch.arange(len(of_layer))[:, None], torch.tensor(of_layer)
+            exact = [held[place] for held in (layer.keys, layer.values)]
+            back, strange = through_the_host(exact, rule.codec, rule.host[index] if rule.host else None)
+            layer.keys[place], layer.values[place] = back
+            self.strange += [(index, which, head, of_layer[head][i]) for which, head, i in strange]
 
     def before(self, length: int) -> None:
         """Whatever the last step did not want is on the host still; what was dropped is not."""

@@ -20,6 +20,10 @@ CPU = torch.device("cpu")
 TIE = 1e-4
 """Weights this close, relative to the larger, may be ranked either way by two ways of computing them."""
 
+NEAR = 1.01, 1e-4
+"""An engine's K or V on the host may err so many times as much as ours, and by so much of their size more: a value in
+the middle of two codes may get either."""
+
 SHAKE = 1e-5
 """Noise of keys, relative to their mean size, that is more than two ways of computing them differ by."""
 
@@ -27,7 +31,8 @@ SHAKE = 1e-5
 @dataclass
 class Selecting(Rule):
     """angles: of the model's rotary positions. engine: what an engine's heads held, by the request's length: where its
-    choice differs from ours in tokens whose weights tie, it is taken. unit: tokens that share a landmark."""
+    choice differs from ours in tokens whose weights tie, it is taken. host: what its host gives back of the prompt, by
+    layer: K before RoPE and V, each [H, tokens, d]. unit: tokens that share a landmark."""
 
     angles: Sequence[float]
     ratio: float = 0.03125
@@ -40,6 +45,7 @@ class Selecting(Rule):
     protect: tuple[tuple[int, int], ...] = ()
     context_end: int | None = None
     engine: Mapping[int, Positions] = field(default_factory=dict)
+    host: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     itemsize: int = 4
 
     def __post_init__(self) -> None:
@@ -81,6 +87,7 @@ class Selection(Watcher):
     """landmarks: of each layer float32 [H, n, d], what remains of the keys of the first n prompt tokens.
 
     swaps: how many tokens of an engine's choice were taken in place of ours. all: how many were chosen in all.
+    strange: (layer, K or V, head, position) of what an engine's host gives back and should not.
     """
 
     def __init__(self, rule: Selecting, layers: list[Layer]):
@@ -89,11 +96,12 @@ class Selection(Watcher):
         self.stays = rule.stays(self.tokens)
         self.open = [t for t in range(self.tokens - rule.local) if t not in set(self.stays)]
         self.swaps = self.all = 0
+        self.strange: list[tuple[int, ...]] = []
         keys = [layer.keys[:, : self.tokens - rule.local] for layer in layers]
         self.landmarks = [self._landmarks(of_layer) for of_layer in keys]
         self.shaky = [shaky(of_layer, self._landmarks) for of_layer in keys]
-        for layer in layers:
-            self._through_the_host(layer)
+        for index in range(len(layers)):
+            self._through_the_host(index)
 
     def before(self, length: int) -> None:
         """Whatever the last step did not want is there again."""
@@ -134,14 +142,34 @@ class Selection(Watcher):
         each = torch.stack([coarse[:, t // 8] for t in range(keys.shape[1])], 1)
         return each if self.rule.landmarks == "means8" else each + rounded(keys - each, 1)
 
-    def _through_the_host(self, layer: Layer) -> None:
-        position = torch.arange(self.tokens)[self.open]
+    def _through_the_host(self, index: int) -> None:
+        layer, position = self.layers[index], torch.arange(self.tokens)[self.open]
         keys = turned(layer.keys[:, self.open], position, self.rule.angles, -1)
         values = layer.values[:, self.open]
-        if self.rule.codec == "higgs4":
-            keys, values = rounded(keys, 4), rounded(values, 4)
+        theirs = [held[:, self.open] for held in self.rule.host[index]] if self.rule.host else None
+        (keys, values), strange = hosted([keys, values], self.rule.codec, theirs)
+        self.strange += [(index, which, head, self.open[i]) for which, head, i in strange]
         layer.keys[:, self.open] = turned(keys, position, self.rule.angles, 1)
         layer.values[:, self.open] = values
+
+
+def hosted(
+    exact: list[torch.Tensor], codec: str, theirs: Sequence[torch.Tensor] | None
+) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """K and V [H, n, d] as the host gives them back: an engine's if those err no more than ours.
+
+    Also which of the engine's err more: (0 for K or 1 for V, head, token).
+    """
+    ours = [rounded(x, 4) for x in exact] if codec == "higgs4" else exact
+    if theirs is None:
+        return ours, []
+    taken, strange = [], []
+    for which, (own, other, x) in enumerate(zip(ours, theirs, exact, strict=True)):
+        error = [(found - x).norm(dim=-1) for found in (own, other)]
+        near = error[1] <= NEAR[0] * error[0] + NEAR[1] * x.norm(dim=-1)
+        taken.append(torch.where(near[..., None], other, own) if codec == "higgs4" else own)
+        strange += [[which, *place] for place in (~near).nonzero().tolist()]
+    return taken, strange
 
 
 def up_to_ties(best: set[int], theirs: set[int], weights: torch.Tensor, shaky: torch.Tensor) -> set[int]:

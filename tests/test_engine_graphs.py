@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 from cases import ANGLES, wgkv
-from engine_tools import Ask, Watch, check_logprobs, runtime, serve, tiny_engine, token_ids
+from engine_tools import Ask, check_logprobs, runtime, serve, tiny_engine, token_ids
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_quest import Quest
 from reference_yakv import Selecting
-from test_engine_yakv import check_steps, engine_of
+from selection_tools import WatchStored, check_steps
+from test_engine_yakv import engine_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -72,13 +73,13 @@ def test_tokens_from_the_host(case: str, mode: str, tiny_model_dir: Path, refere
     """What every step saw, of every head, is read from the tables after it, so graphs hide nothing."""
     rule = Selecting(ANGLES, **CASES[case])
     with tiny_engine(tiny_model_dir, **MODES[mode], **engine_of(**CASES[case])) as llm:
-        watch, seen = Watch(llm, integrity=True), watch_selection(runtime(llm).selector)
+        watch, seen = WatchStored(llm, integrity=True), watch_selection(runtime(llm).selector)
         answers = serve(llm, ASKS)
         again = serve(llm, ASKS[-1:])
         assert_idle(llm)
         assert_replayed(llm, mode, seen)
     for ask, answer in zip([*ASKS, ASKS[-1]], [*answers, *again], strict=True):
-        check_steps(reference, rule, ask.prompt, answer, watch.snapshots[answer.request_id])
+        check_steps(reference, rule, ask.prompt, answer, *watch.seen(answer))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from cases import ANGLES, fastkvzip_yakv, wgkv
-from engine_tools import Ask, Watch, check_logprobs, runtime, serve, tiny_engine, token_ids
+from engine_tools import Ask, check_logprobs, runtime, serve, tiny_engine, token_ids
 from kernel_tools import INTERPRETED, run_interpreted, starts_interpreter
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_quest import Quest
 from reference_yakv import Selecting
-from selection_tools import WatchHosted, check_hosted, check_steps
+from selection_tools import WatchHosted, WatchStored, check_hosted, check_steps
 from test_engine_yakv import engine_of
 
 from vllm_kvplug.worker.page_selection import AttendedLines
@@ -34,11 +34,11 @@ def test_tokens_from_the_host(case: dict[str, Any], tiny_model_dir: Path) -> Non
         name = case.get("landmarks", "higgs2")
         room = selector.landmarks, selector.geometry, selector.pool, selector.tables, 3
         selector.lines = SelectedLines(name, *room)
-        watch = Watch(llm, integrity=True)
+        watch = WatchStored(llm, integrity=True)
         answers = serve(llm, ASKS)
         assert_idle(llm)
     for ask, answer in zip(ASKS, answers, strict=True):
-        check_steps(Reference(tiny_model_dir), rule, ask.prompt, answer, watch.snapshots[answer.request_id])
+        check_steps(Reference(tiny_model_dir), rule, ask.prompt, answer, *watch.seen(answer))
 
 
 @in_interpreter

@@ -23,7 +23,7 @@ from engine_tools import (
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_yakv import Selecting, Selection
-from selection_tools import check_steps
+from selection_tools import WatchStored, check_steps
 
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.registry import make_policy
@@ -70,17 +70,17 @@ def test_steps_equal_reference(case: str, chunk: int, tiny_model_dir: Path, refe
     """Requests alone, then all in the same batches."""
     rule = Selecting(ANGLES, **CASES[case])
     with tiny_engine(tiny_model_dir, max_num_batched_tokens=chunk, **engine_of(**CASES[case])) as llm:
-        watch = Watch(llm, integrity=True)
+        watch = WatchStored(llm, integrity=True)
         alone = [serve(llm, [Ask(token_ids(n), STEPS, sampling=EVERYTHING)])[0] for n in LENGTHS]
         asks = [Ask(token_ids(n), STEPS, arrives=i, sampling=EVERYTHING) for i, n in enumerate(LENGTHS)]
         mixed = serve(llm, asks)
         assert_idle(llm)
     selecting, swaps = 0, 0
     for length, one, other in zip(LENGTHS, alone, mixed, strict=True):
-        replay = check_steps(reference, rule, token_ids(length), one, watch.snapshots[one.request_id])
+        replay = check_steps(reference, rule, token_ids(length), one, *watch.seen(one))
         seen, again = watch.snapshots[one.request_id], watch.snapshots[other.request_id]
         if (one.tokens, {s.length: s.kept for s in seen}) != (other.tokens, {s.length: s.kept for s in again}):
-            check_steps(reference, rule, token_ids(length), other, again)
+            check_steps(reference, rule, token_ids(length), other, *watch.seen(other))
         if isinstance(replay.watcher, Selection):
             selecting, swaps = selecting + 1, swaps + replay.watcher.swaps
     assert selecting >= 4 and swaps < 10
@@ -102,12 +102,12 @@ def test_options_of_requests(tiny_model_dir: Path, reference: Reference) -> None
         for n, given, _ in cases
     ]
     with tiny_engine(tiny_model_dir, max_num_batched_tokens=100, **yakv(**base)) as llm:
-        watch = Watch(llm, integrity=True)
+        watch = WatchStored(llm, integrity=True)
         answers = serve(llm, asks)
         assert_idle(llm)
     for (_, _, fields), ask, answer in zip(cases, asks, answers, strict=True):
         rule = Selecting(ANGLES, **{**base, **fields})
-        replay = check_steps(reference, rule, ask.prompt, answer, watch.snapshots[answer.request_id])
+        replay = check_steps(reference, rule, ask.prompt, answer, *watch.seen(answer))
         assert isinstance(replay.watcher, Selection) == (rule.ratio < 1)
 
 
