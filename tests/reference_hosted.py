@@ -13,7 +13,7 @@ import torch
 from reference import Layer, Positions, Watcher, masked_softmax
 from reference_gated import FastKVzip
 from reference_yakv import hosted as through_the_host
-from reference_yakv import rounded, shaky, up_to_ties
+from reference_yakv import rounded, shaky, spread, up_to_ties
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Hosted(FastKVzip):
 class Selection(Watcher):
     """hosted: positions [L][H] of what is on the host. landmarks: [L][H], float32 [n, d], what remains of its keys.
 
-    swaps: how many tokens of an engine's choice were taken in place of ours. strange: as of `reference_yakv`.
+    swaps: how many tokens of an engine's choice were taken in place of ours. strange, margins: as of `reference_yakv`.
     """
 
     def __init__(self, rule: Hosted, layers: list[Layer]):
@@ -111,6 +111,7 @@ class Selection(Watcher):
         self.landmarks: list[list[torch.Tensor]] = []
         self.shaky: list[list[torch.Tensor]] = []
         self.strange: list[tuple[int, ...]] = []
+        self.margins: dict[tuple[int, ...], float] = {}
         for index, layer in enumerate(layers):
             of_layer = []
             for kept, gate in zip(layer.keep, layer.gate, strict=True):
@@ -145,6 +146,8 @@ class Selection(Watcher):
             if stored is not None:
                 theirs = {i for i, t in enumerate(hosted) if t in stored[index][head]}
                 chosen = up_to_ties(best, theirs, weights, self.shaky[index][head])
+                if chosen != theirs:
+                    self.margins[length, index, head] = spread(weights[sorted(best ^ theirs)])
                 self.swaps, best = self.swaps + len(chosen ^ best) // 2, chosen
             mask = torch.ones(length, dtype=torch.bool)
             mask[[t for i, t in enumerate(hosted) if i not in best]] = False

@@ -87,7 +87,8 @@ class Selection(Watcher):
     """landmarks: of each layer float32 [H, n, d], what remains of the keys of the first n prompt tokens.
 
     swaps: how many tokens of an engine's choice were taken in place of ours. all: how many were chosen in all.
-    strange: (layer, K or V, head, position) of what an engine's host gives back and should not.
+    strange: (layer, K or V, head, position) of what an engine's host gives back and should not. margins: by length,
+    layer and head, by how much of the larger the weights differ of tokens that an engine should not have swapped.
     """
 
     def __init__(self, rule: Selecting, layers: list[Layer]):
@@ -97,6 +98,7 @@ class Selection(Watcher):
         self.open = [t for t in range(self.tokens - rule.local) if t not in set(self.stays)]
         self.swaps = self.all = 0
         self.strange: list[tuple[int, ...]] = []
+        self.margins: dict[tuple[int, ...], float] = {}
         keys = [layer.keys[:, : self.tokens - rule.local] for layer in layers]
         self.landmarks = [self._landmarks(of_layer) for of_layer in keys]
         self.shaky = [shaky(of_layer, self._landmarks) for of_layer in keys]
@@ -130,6 +132,8 @@ class Selection(Watcher):
             return sorted(best)
         theirs = {t for t in stored[layer][head] if t < self.tokens} - set(self.stays)
         chosen = up_to_ties(best, theirs, weights, self.shaky[layer][head])
+        if chosen != theirs:
+            self.margins[length, layer, head] = spread(weights[sorted(best ^ theirs)])
         self.swaps += len(chosen ^ best) // 2
         return sorted(chosen)
 
@@ -176,9 +180,13 @@ def up_to_ties(best: set[int], theirs: set[int], weights: torch.Tensor, shaky: t
     """`theirs` if it differs from `best` only in tokens whose weights tie or whose landmarks are shaky, else `best`."""
     swapped = sorted(theirs ^ best)
     firm = [t for t in swapped if not shaky[t]]
-    spread = float(weights[firm].max() - weights[firm].min()) if firm else 0.0
-    tie = len(firm) <= len(swapped) // 2 or spread <= TIE * float(weights[firm].max())
+    tie = len(firm) <= len(swapped) // 2 or spread(weights[firm]) <= TIE
     return theirs if swapped and len(theirs) == len(best) and tie else best
+
+
+def spread(weights: torch.Tensor) -> float:
+    """Of weights that are not negative, relative to the largest."""
+    return float((weights.max() - weights.min()) / weights.max().clamp_min(1e-38))
 
 
 def shaky(keys: torch.Tensor, landmarks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -83,7 +83,7 @@ def test_steps_equal_reference(case: str, chunk: int, tiny_model_dir: Path, refe
             check_steps(reference, rule, token_ids(length), other, *watch.seen(other))
         if isinstance(replay.watcher, Selection):
             selecting, swaps = selecting + 1, swaps + replay.watcher.swaps
-    assert selecting >= 4 and swaps < 10
+    assert selecting >= 4 and swaps < 10 * rule.unit
 
 
 def test_options_of_requests(tiny_model_dir: Path, reference: Reference) -> None:
@@ -165,7 +165,12 @@ def test_only_misses_are_fetched(tiny_model_dir: Path) -> None:
             fetched.append(int(on.sum()))
             fetch(slots, heads, position, where, on)
 
-        selector._fetch = watched
+        def watched_select(row_slot: Any, layer: int, query: Any) -> None:
+            select(row_slot, layer, query)
+            if selector.lines is not None:  # on CUDA
+                fetched.append(int(selector.lines.count))
+
+        select, selector._fetch, selector.select = selector.select, watched, watched_select
         serve(llm, [Ask(token_ids(400), 20)])
     first, steps = fetched[0], fetched[1:]
     assert first == 80 * 6 and len(steps) == 19 * 3
