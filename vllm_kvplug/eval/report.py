@@ -138,7 +138,8 @@ def plot(found: list[Row], path: Path) -> None:
             axis.annotate(f"{r['tokens']}", **place, size=7)
         for tokens in dict.fromkeys(r["tokens"] for r in found):
             front = pareto([(r["kept"], r["relative"]) for r in found if (r["task"], r["tokens"]) == (task, tokens)])
-            axis.plot([kept for kept, _ in front], [relative for _, relative in front], color="0.75", zorder=0)
+            if front:
+                axis.plot(*zip(*front, strict=True), color="0.75", zorder=0)
     for axis in axes.flat[len(tasks) :]:
         axis.set_visible(False)
     figure.supxlabel("kept memory, relative to full attention")
