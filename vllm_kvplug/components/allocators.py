@@ -57,11 +57,7 @@ def top_tokens(scores: torch.Tensor, counts: torch.Tensor, longest: int) -> torc
     the same choice. counts int64 [heads], on the same device, at most `longest`; entry i of what lies behind a head's
     best is i. No host synchronisation.
     """
-    order = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :longest]
-    place = torch.arange(longest, device=scores.device)
-    chosen = place < counts[:, None]
-    in_order = order.masked_fill(~chosen, scores.shape[1]).sort(1).values
-    return torch.where(chosen, in_order, place)
+    return in_order(_top_of_rows(scores, counts[:, None]))[0][:, :longest]
 
 
 def in_order(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

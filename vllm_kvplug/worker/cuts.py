@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_kvplug.components.allocators import even_parts, top_shared
+from vllm_kvplug.components.allocators import even_parts, in_order, top_shared
 from vllm_kvplug.cuts import Cuts
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
@@ -133,11 +133,8 @@ class Cutter:
 
         Slots of -1 are none. Returns how many each head keeps, int64 [heads].
         """
-        kept = keep.sum(1)
-        order = torch.sort(keep, dim=1, descending=True, stable=True).indices
-        stays = torch.arange(stored.shape[1], device=stored.device) < kept[:, None]
-        source = torch.where(stays, stored.gather(1, order), stored)
-        self._move(source, stored)
+        chosen, kept = in_order(keep)
+        self._move(stored.gather(1, chosen), stored)
         return kept
 
     def _move(self, source: torch.Tensor, target: torch.Tensor) -> None:
