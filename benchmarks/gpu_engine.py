@@ -1,9 +1,10 @@
 """Speed and memory of engines on one GPU, under a policy and in stock vLLM, in the same run.
 
     python -m benchmarks.gpu_engine MODEL --out FILE [--cases decode tax concurrency saturated tail] [--engines ...]
+    python -m benchmarks.gpu_engine SMALL_MODEL --out FILE --cases parity --tasks tasks.py [--at-once 8]
 
-Random weights do: MODEL may be a folder with a config.json alone. Every engine has processes of its own, one after
-another but for `tax`, where requests of two engines alternate.
+Random weights do, but for `parity`: MODEL may be a folder with a config.json alone. Every engine has processes of its
+own, one after another but for `tax`, where requests of two engines alternate, and `parity`, where nothing is timed.
 
     decode       seconds to the last first token of a batch, and milliseconds per output token from then on
     tax          with budgets that keep everything, time per output token and to the first one, relative to stock
@@ -13,6 +14,9 @@ another but for `tax`, where requests of two engines alternate.
     tail         time between output tokens of one request whose satellites all fetch anew every 40 steps; roles are
                  as common as in the HeteroCache authors' file for Llama-3.1-8B: 196 of 256 heads are
                  satellites
+    parity       greedy tokens that are not stock's under policies whose budgets keep everything, with async scheduling
+                 and captured graphs, the model compiled by torch.compile and not. In float32 none may differ; what
+                 differs in bfloat16 is told with the margin between stock's two best log-probabilities
 """
 
 from __future__ import annotations
@@ -26,13 +30,17 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import GRAPHS, apart, decode_ms, engine, scheduler
+from benchmarks.engine import GRAPHS, apart, decode_ms, engine, scheduler, side_by_side
+from benchmarks.gpu_smoke import COMMON as SMALL
+from benchmarks.gpu_smoke import WHOLE, Generated, PromptSets, compare, generate, prompt_sets, with_gate
 from benchmarks.held_bytes import most_running
+from benchmarks.parity import GRAPHS as SMALL_GRAPHS
 from vllm_kvplug.tiny import head_profile
 
 KEEP20 = {"kv_policy": "synthetic", "kv_policy_config": {"ratio": 0.2}}
@@ -43,6 +51,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "keep20.bf16": KEEP20,
     "keep20.fp8": KEEP20 | {"kv_cache_dtype": "fp8"},
 }
+KEEP_ALL = [*WHOLE, ("fastkvzip", {"ratio": 1.0})]
+"""Policies of `parity`: a ring, a cut at the prompt's end, and one that reads hidden states in the compiled model."""
+COMPILED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "vllm_compile": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+}
+"""What torch.compile has to do with the model: nothing, or what it does by vLLM's default."""
 OUTPUT_TOKENS = 65
 CHUNK = 16_384
 COMMON: dict[str, Any] = {
@@ -206,6 +221,51 @@ def tail(model: str, common: dict[str, Any], tokens: int, outputs: int) -> Found
     return {f"tail.{tokens}.p99_over_median": p99 / median(gaps), f"tail.{tokens}.median_ms": median(gaps)}, [row]
 
 
+def greedy_tokens(model: str, given: dict[str, Any], sets: PromptSets) -> Generated:
+    with engine(model, **given) as llm:
+        return generate(llm, sets)
+
+
+def parity(model: str, tasks: Path, at_once: int) -> Found:
+    """Against stock of the same dtype, compiled alike. An engine that fails is a row with an error, and not counted."""
+    sets = prompt_sets(model, tasks)
+    jobs = {}
+    for dtype, compiled, policy in product(("float32", "bfloat16"), COMPILED, [None, *KEEP_ALL]):
+        graphs = {"compilation_config": SMALL_GRAPHS | COMPILED[compiled]}
+        given = SMALL | graphs | {"dtype": dtype, "async_scheduling": True}
+        if policy:
+            given |= {"kv_policy": policy[0], "kv_policy_config": with_gate(model, *policy)}
+        jobs[dtype, compiled, policy[0] if policy else "stock"] = partial(greedy_tokens, model, given, sets)
+    names, outcomes = list(jobs), {}
+    for number, outcome in side_by_side(list(jobs.values()), at_once):
+        outcomes[names[number]] = outcome
+        print(names[number], outcome.error or "is done", flush=True)
+    rows: list[dict[str, Any]] = []
+    for dtype, compiled, name in names:
+        mine, stock = outcomes[dtype, compiled, name], outcomes[dtype, compiled, "stock"]
+        row = {"case": "parity", "dtype": dtype, "compiled": compiled, "engine": name}
+        if error := mine.error or stock.error:
+            rows.append(row | {"error": error[-600:]})
+        elif name != "stock":
+            tokens = sum(len(answer) for answers in mine.value.values() for answer, _ in answers)
+            rows.append(row | {"tokens": tokens} | compare(mine.value, stock.value))
+    return parity_metrics(rows), rows
+
+
+def parity_metrics(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """`parity` is of float32. largest_margin: how far apart stock's two best were at most where tokens part."""
+    metrics: dict[str, float] = {}
+    for name, dtype in (("parity", "float32"), ("parity.bfloat16", "bfloat16")):
+        done = [row for row in rows if row["dtype"] == dtype and "error" not in row]
+        if not done:  # no token that differs would be no finding
+            continue
+        wrong = [n for row in done for key, n in row.items() if key.endswith(": mismatched tokens")]
+        margins = [m for row in done for key, found in row.items() if key.endswith(": margins") for m in found]
+        metrics |= {f"{name}.engines": len(done), f"{name}.tokens": sum(row["tokens"] for row in done)}
+        metrics |= {f"{name}.mismatched_tokens": sum(wrong), f"{name}.largest_margin": max(margins, default=0.0)}
+    return metrics
+
+
 def gpu_bytes() -> int | None:
     """What nvidia-smi counts as used on the whole GPU; None without one."""
     import torch
@@ -244,7 +304,9 @@ def jobs(args: argparse.Namespace, common: dict[str, Any]) -> Iterator[partial[F
             yield partial(tax, args.model, common, args.tax, args.repeats)
         if case == "tail":
             yield partial(tail, args.model, common, args.longest, 401)
-        for name in args.engines if case not in ("tax", "tail") else []:
+        if case == "parity":
+            yield partial(parity, args.model, args.tasks, args.at_once)
+        for name in args.engines if case in ("decode", "concurrency", "saturated") else []:
             if case == "decode":
                 yield partial(decode, args.model, common, name, args.shapes)
             if case == "concurrency":
@@ -267,7 +329,11 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=131_072, metavar="TOKENS")
     parser.add_argument("--saturated", default="32x65536", metavar="REQUESTSxTOKENS")
     parser.add_argument("--outputs", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--tasks", type=Path, help="a task file, for parity")
+    parser.add_argument("--at-once", type=int, default=8, metavar="ENGINES", help="side by side, in parity")
     args = parser.parse_args()
+    if "parity" in args.cases and args.tasks is None:
+        parser.error("the case parity needs --tasks")
     metrics: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
     for job in jobs(args, COMMON | {"dtype": args.dtype}):

@@ -24,6 +24,7 @@ from benchmarks.eval_tasks import examples, load_tasks
 from benchmarks.parity import GRAPHS, prompts
 from vllm_kvplug.tiny import random_gate
 
+COMMON: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512, **SHARED_GPU}
 MODES = {"eager": {"enforce_eager": True}, "graph": {"compilation_config": GRAPHS}}
 WHOLE = [("streaming", {"window": 4096}), ("snapkv", {"ratio": 1.0})]
 COMPRESSED = [("heterocache", {"rho": 0.5}), ("heterocache", {"rho": 0.5, "tau_drift": 1.0, "land_after": 4})]
@@ -37,10 +38,22 @@ GATED_COMPRESSED = [
     ("wgkv+snapkv", {"tau": 0.5, "window": 64, "budget": 64, "cut_every": 256}),
     ("wgkv+quest", {"tau": 0.5, "window": 64, "budget_tokens": 128}),
 ]
+PromptSets = dict[str, list[tuple[list[int], int]]]
+"""Prompts and bounds on their answers, by the name of the set."""
 Generated = dict[str, list[tuple[list[int], list[float]]]]
 
 
-def generate(llm: Any, sets: dict[str, list[tuple[list[int], int]]]) -> Generated:
+def prompt_sets(model: str, tasks: Path) -> PromptSets:
+    from transformers import AutoTokenizer
+
+    made = examples(load_tasks(tasks), AutoTokenizer.from_pretrained(model), model, 1024, 3, 7)
+    return {
+        "tasks": [(e["ids"], e["max_tokens"]) for e in made],
+        "open text": [(ids, 32) for ids in prompts(model)],
+    }
+
+
+def generate(llm: Any, sets: PromptSets) -> Generated:
     """For each prompt the greedy tokens, and at each token the margin between the two best log-probabilities."""
     from vllm import SamplingParams
 
@@ -87,14 +100,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gated", action="store_true")
     args = parser.parse_args()
-    from transformers import AutoTokenizer
-
-    made = examples(load_tasks(args.tasks), AutoTokenizer.from_pretrained(args.model), args.model, 1024, 3, 7)
-    sets = {
-        "tasks": [(e["ids"], e["max_tokens"]) for e in made],
-        "open text": [(ids, 32) for ids in prompts(args.model)],
-    }
-    common = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 512, **SHARED_GPU}
+    sets = prompt_sets(args.model, args.tasks)
     rows: list[dict[str, Any]] = []
     metrics: dict[str, float] = {}
     first: dict[str, Generated] = {}
@@ -108,7 +114,7 @@ def main() -> None:
                     {"kv_policy": policy, "kv_policy_config": with_gate(args.model, policy, knobs)} if policy else {}
                 )
                 try:
-                    with engine(args.model, dtype=dtype, **common, **arguments, **chosen) as llm:
+                    with engine(args.model, dtype=dtype, **COMMON, **arguments, **chosen) as llm:
                         tokens = generate(llm, sets)
                 except Exception:  # one broken case must not hide the results of the others
                     row["error"] = traceback.format_exc()[-300:]
