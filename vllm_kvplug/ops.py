@@ -89,14 +89,14 @@ def kv_write(pool: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dest: t
 
 
 def gather_rows(out: torch.Tensor, pool: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows of a pool in host memory: out[i] = pool[rows[i]].
+    """Copy rows of a pool: out[i] = pool[rows[i]].
 
     On CUDA the kernel reads pinned memory itself, so that small rows travel as fast as large ones; it is queued on the
-    current stream and takes few multiprocessors.
+    current stream and takes few multiprocessors, but for a pool in device memory all of them.
 
     Args:
         out: uint8 [n, bytes], contiguous, written in place.
-        pool: uint8 [R, bytes] on the CPU, contiguous; pinned if the others are on CUDA.
+        pool: uint8 [R, bytes], contiguous; on the CPU, pinned if the others are on CUDA, or where they are.
         rows: int64 [n], on the device of `out`.
 
     Raises:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from vllm_kvplug.placement.pool import PagePool
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-def test_put_is_what_gather_finds():
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_put_is_what_gather_finds(dtype: torch.dtype):
     """K comes first; the tokens between stay as they were."""
-    pool = PagePool(torch.zeros(3, 16, 2 * 4))
-    content = torch.arange(1.0, 25.0).view(3, 8)
-    slots = torch.tensor([47, 0, 16])  # the last of all, and the first of two pages
+    pool = PagePool(torch.zeros(3, 16, 2 * 4, device=DEVICE).to(dtype), None if dtype.itemsize > 1 else torch.float32)
+    content = torch.arange(1.0, 25.0, device=DEVICE).view(3, 8).to(pool.dtype)
+    expected = content.to(dtype)
+    slots = torch.tensor([47, 0, 16], device=DEVICE)  # the last of all, and the first of two pages
     pool.put(slots, content)
     key, value = pool.gather(slots)
-    assert torch.equal(key, content[:, :4]) and torch.equal(value, content[:, 4:])
-    assert torch.equal(pool.pages[2, 15], content[0])
-    assert torch.equal(pool.pages[0, 0], content[1])
-    assert torch.equal(pool.pages[1, 0], content[2])
-    assert pool.pages.count_nonzero() == 24
+    assert torch.equal(torch.cat([key, value], -1), expected.to(pool.dtype))
+    for (page, offset), row in zip(((2, 15), (0, 0), (1, 0)), expected, strict=True):
+        assert torch.equal(pool.pages[page, offset].float(), row.float())
+    assert pool.pages.float().count_nonzero() == 24
 
 
 def test_put_reaches_the_layers_cache():

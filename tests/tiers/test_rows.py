@@ -1,4 +1,4 @@
-"""Rows between a host pool and a device, and a lane of copies on CUDA."""
+"""Rows between a pool and a device, and a lane of copies on CUDA."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from vllm_kvplug import ops
 from vllm_kvplug.tiers.lane import Lane
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+PLACES = [("cpu", "cpu"), *(pytest.param("cuda", place, marks=needs_gpu) for place in ("pinned", "cuda"))]
 
 
-def a_pool(rows: int, row_bytes: int, device: str) -> torch.Tensor:
+def a_pool(rows: int, row_bytes: int, place: str) -> torch.Tensor:
     pool = torch.randint(256, (rows, row_bytes), dtype=torch.uint8)
-    return pool.pin_memory() if device == "cuda" else pool
+    return pool.pin_memory() if place == "pinned" else pool.to(place)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device, place", PLACES)
 @pytest.mark.parametrize("row_bytes", [1, 68, 132, 256, 512, 1024, 1040])
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 3001])
-def test_rows_there_and_back(device: str, row_bytes: int, count: int) -> None:
-    pool = a_pool(5000, row_bytes, device)
-    before, rows = pool.clone(), torch.randperm(5000)[:count]
+def test_rows_there_and_back(device: str, place: str, row_bytes: int, count: int) -> None:
+    pool = a_pool(5000, row_bytes, place)
+    before, rows = pool.cpu().clone(), torch.randperm(5000)[:count]
     found = torch.full((count, row_bytes), 77, dtype=torch.uint8, device=device)
     ops.gather_rows(found, pool, rows.to(device))
     assert torch.equal(found.cpu(), before[rows])
@@ -31,7 +31,7 @@ def test_rows_there_and_back(device: str, row_bytes: int, count: int) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
     before[rows] = other.cpu()
-    assert torch.equal(pool, before)
+    assert torch.equal(pool.cpu(), before)
 
 
 def test_a_row_outside_the_pool() -> None:
@@ -42,7 +42,7 @@ def test_a_row_outside_the_pool() -> None:
 @needs_gpu
 @pytest.mark.parametrize("wrong", ["pageable", "dtype", "shape", "device"])
 def test_refusals_on_cuda(wrong: str) -> None:
-    pool, rows = a_pool(8, 16, "cpu" if wrong == "pageable" else "cuda"), torch.arange(4, device="cuda")
+    pool, rows = a_pool(8, 16, "cpu" if wrong == "pageable" else "pinned"), torch.arange(4, device="cuda")
     out = torch.empty(4, 16 if wrong != "shape" else 8, dtype=torch.uint8, device="cuda")
     if wrong == "dtype":
         rows = rows.int()

@@ -57,9 +57,12 @@ class PagePool:
         return key[token_slots].view(self.pages.dtype).to(self.dtype)
 
     def put(self, token_slots: torch.Tensor, content: torch.Tensor) -> None:
-        """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V."""
-        key, value = content.unsqueeze(1).chunk(2, -1)
-        ops.kv_write(self.pages, key, value, token_slots[:, None])
+        """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V. Slots must not repeat."""
+        if content.dtype == self.pages.dtype:  # K and V of a token lie behind one another here and there
+            ops.scatter_rows(self._tokens.view(torch.uint8), content.view(torch.uint8), token_slots)
+        else:
+            key, value = content.unsqueeze(1).chunk(2, -1)
+            ops.kv_write(self.pages, key, value, token_slots[:, None])
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy tokens; both lists may overlap, since all are read before any is written."""

@@ -4,7 +4,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include "host_rows.cuh"
+#include "rows.cuh"
 
 namespace kvplug {
 namespace {
@@ -17,14 +17,23 @@ RowsArgs check_rows(const char* op, const at::Tensor& pool, const at::Tensor& de
   TORCH_CHECK(pool.scalar_type() == at::kByte && dense.scalar_type() == at::kByte && rows.scalar_type() == at::kLong,
               op, ": pool and values must be uint8, rows int64");
   TORCH_CHECK(pool.is_contiguous() && dense.is_contiguous() && rows.is_contiguous(), op, ": tensors must be contiguous");
-  TORCH_CHECK(dense.is_cuda() && rows.device() == dense.device() && pool.is_cpu(),
-              op, ": values and rows must be on one GPU, the pool on the CPU");
-  void* mapped = nullptr;  // pinned memory has an address on the device too
-  const cudaError_t error = cudaHostGetDevicePointer(&mapped, pool.data_ptr(), 0);
-  if (error != cudaSuccess) cudaGetLastError();
-  TORCH_CHECK(error == cudaSuccess, op, ": the pool is not pinned memory");
-  return {static_cast<char*>(mapped), static_cast<char*>(dense.data_ptr()), rows.const_data_ptr<int64_t>(),
-          dense.size(0),              pool.size(0),                         dense.size(1)};
+  TORCH_CHECK(dense.is_cuda() && rows.device() == dense.device() && (pool.is_cpu() || pool.device() == dense.device()),
+              op, ": values and rows must be on one GPU, the pool there or on the CPU");
+  void* start = pool.data_ptr();
+  if (pool.is_cpu()) {  // pinned memory has an address on the device too
+    const cudaError_t error = cudaHostGetDevicePointer(&start, pool.data_ptr(), 0);
+    if (error != cudaSuccess) cudaGetLastError();
+    TORCH_CHECK(error == cudaSuccess, op, ": the pool is not pinned memory");
+  }
+  RowsArgs args;
+  args.pool = static_cast<char*>(start);
+  args.dense = static_cast<char*>(dense.data_ptr());
+  args.rows = rows.const_data_ptr<int64_t>();
+  args.count = dense.size(0);
+  args.pool_rows = pool.size(0);
+  args.bytes = dense.size(1);
+  args.on_host = pool.is_cpu();
+  return args;
 }
 
 void gather_rows(const at::Tensor& out, const at::Tensor& pool, const at::Tensor& rows) {

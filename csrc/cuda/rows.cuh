@@ -1,5 +1,5 @@
-// Rows between device memory and a pool in pinned host memory, which the kernel reads or writes itself: rows of one token
-// and head are too small for a copy engine. Free of torch headers.
+// Rows between device memory and a pool, in pinned host memory, which the kernel reads or writes itself, or on the device:
+// rows of one token and head are too small for a copy engine. Free of torch headers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 namespace kvplug {
 
 constexpr int kRowWarps = 8;
-constexpr int kMostRowBlocks = 16;  // of a launch: they fill the bus, and leave the model that runs beside them the rest
+constexpr int kMostHostBlocks = 16;  // of a launch: they fill the bus, and leave the model that runs beside them the rest
 constexpr int kRowsAhead = 8;       // of a warp, on their way at once
 
 struct RowsArgs {
@@ -18,6 +18,7 @@ struct RowsArgs {
   char* dense;
   const int64_t* rows;  // of the pool
   int64_t count, pool_rows, bytes;
+  bool on_host;  // the pool
 };
 
 // Gathers rows of the pool, or scatters to them. A warp reads kRowsAhead rows before it writes them.
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(32 * kRowWarps) rows_kernel(RowsArgs args) {
 template <typename Vec, bool kGather>
 cudaError_t launch_rows_of(const RowsArgs& args, cudaStream_t stream) {
   const int64_t per_block = kRowWarps * kRowsAhead, blocks = (args.count + per_block - 1) / per_block;
-  const unsigned grid = static_cast<unsigned>(blocks < kMostRowBlocks ? blocks : kMostRowBlocks);
+  const unsigned grid = static_cast<unsigned>(args.on_host && blocks > kMostHostBlocks ? kMostHostBlocks : blocks);
   rows_kernel<Vec, kGather><<<grid, 32 * kRowWarps, 0, stream>>>(args);
   return cudaGetLastError();
 }
