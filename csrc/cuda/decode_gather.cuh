@@ -29,6 +29,7 @@ template <typename T, int D, bool kFp8>
 struct Gather {
   using Layout = PageLayout<D, kFp8>;
   static constexpr int kQuads = D / 4;
+  static constexpr int kAhead = 16;  // partial results that a thread has on their way
   const DecodeArgs& args;
   float* results;  // in shared memory: [warps, group, kPitch], or weights of blocks and [turns, group, D]
   float2* sums;    // [warps, 8]
@@ -63,9 +64,9 @@ struct Gather {
     }
   }
 
-  // The partial results of all blocks that share an item; the first has it at the begin of its part, or not. Weights come
-  // first, so that the loads of values wait for nothing and many are on their way at once: this block reads them all by
-  // itself. Threads beyond one for every four dims take turns with the blocks.
+  // The partial results of all blocks that share an item; the first has it at the begin of its part, or not. This block
+  // reads them all by itself, so many loads must be on their way at once: weights come first, and no load is behind a
+  // branch, which compilers keep in order. Threads beyond one for every four dims take turns with the blocks.
   __device__ void combine(int item, int first_block, int blocks, bool at_begin) const {
     const int quads = args.group * kQuads, turns = max(Layout::kThreads / quads, 1), turn = threadIdx.x / quads;
     const float* weights = results;                       // [blocks, group]
@@ -75,10 +76,18 @@ struct Gather {
       const int head = quad / kQuads;
       const float* values = args.partial + head * D + quad % kQuads * 4;
       float4 sum = {};
-#pragma unroll 16
-      for (int block = turn; block < blocks; block += turns) {
-        add(sum, weights[block * args.group + head],
-            __ldcg(reinterpret_cast<const float4*>(values + place(first_block, block, at_begin) * D)));
+      for (int first = turn; first < blocks; first += kAhead * turns) {
+        float4 found[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int block = min(first + i * turns, blocks - 1);
+          found[i] = __ldcg(reinterpret_cast<const float4*>(values + place(first_block, block, at_begin) * D));
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int block = first + i * turns;
+          if (block < blocks) add(sum, weights[block * args.group + head], found[i]);
+        }
       }
       *reinterpret_cast<float4*>(&of_turns[(turn * quads + quad) * 4]) = sum;
     }
