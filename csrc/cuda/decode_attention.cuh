@@ -191,11 +191,12 @@ __global__ void __launch_bounds__(PageLayout<D, kFp8>::kThreads, 1)
   }
   if (lane == 0) prefetch_map(&map);
   __syncwarp();
-  // Plan and tables were settled before the previous kernel began; pages, queries and results belong to it until it ends.
+  // Plan and tables were settled before the previous kernel began; pages, queries and results belong to it until it ends,
+  // but the way of pages to the second-level cache can begin.
   const Part part = args.parts[blockIdx.x];
   Fetcher<D, kFp8> fetcher(args, &map, part);
-  fetcher.look_ahead();
   EmptyItems<T, D> empty(args);
+  fetcher.prefetch(stages);
   wait_for_previous_kernel();
   Segments segment(args, part);
   uint32_t query[D / 16][2];

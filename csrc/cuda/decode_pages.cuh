@@ -121,6 +121,15 @@ struct Fetcher {
   __device__ Fetcher(const DecodeArgs& a, const CUtensorMap* m, const Part& part)
       : args(a), map(m), segments(a, part), next(threadIdx.x / 32) {}
 
+  // Has the warp's first pages brought into the second-level cache. What another kernel writes to them meanwhile is written
+  // there, so this may be done before it is over.
+  __device__ void prefetch(int pages) {
+    const int ahead = threadIdx.x % 32;
+    if (look_ahead() && ahead < pages && next + Layout::kWarps * ahead < segments.base + segments.pages) {
+      prefetch_box(map, 0, id * kPageTokens, 0);
+    }
+  }
+
   // Has the warp's next page copied to `target`, if there is one.
   __device__ void fetch(uint32_t target, uint32_t barrier) {
     if (!look_ahead()) return;
