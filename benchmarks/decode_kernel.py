@@ -1,11 +1,12 @@
 """Bandwidth of decode attention over ragged head pages on one GPU, beside FlashInfer and FlashAttention 3.
 
-    python -m benchmarks.decode_kernel --out FILE [--repeats 20] [--kernels ours ...]
+    python -m benchmarks.decode_kernel --out FILE [--repeats 20] [--kernels ours ...] [--cases mixed_64x8 ...]
 
 One layer, 8 KV heads, 4 query heads each, head size 128, bf16 (and e4m3 for ours), pages of 16 tokens in random order.
 Heads are folded into the batch for the libraries, which know no heads of unlike length. Bytes are those of K and V;
 caches are rotated so that none is found in L2. Kernels are timed in CUDA graphs. Our plan, which is made once per step
-for all layers, is timed apart.
+for all layers, is timed apart. `ours_behind_write` is what a layer of a model launches: the new tokens are written, and
+attention begins to look up its pages meanwhile; its time is that of both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vllm_kvplug.kernels.decode_attention import DecodePlan
 from vllm_kvplug.kernels.hopper import HopperPlan
 
 from benchmarks import report
+from vllm_kvplug import ops
 
 HEADS, GROUP, DIM, PAGE, CHUNK = 8, 4, 128, 16, 64
 SCALE = DIM**-0.5
@@ -112,6 +114,20 @@ def ours(cache: Cache) -> Attend:
     return planned(cache, HopperPlan)
 
 
+def ours_behind_write(cache: Cache) -> Attend:
+    """Writes over the last token of every head, as it is."""
+    attend = ours(cache)
+    ends = [pages[-1] * PAGE for pages in cache.pages_of_head]
+    last = (torch.stack(ends).to(cache.lengths.device) + (cache.lengths.flatten() - 1) % PAGE).view(-1, HEADS)
+    key, value = cache.pool.view(-1, 2 * DIM)[last].chunk(2, -1)
+
+    def run() -> torch.Tensor:
+        ops.kv_write(cache.pool, key, value, last)
+        return attend()
+
+    return run
+
+
 def ours_e4m3(cache: Cache) -> Attend:
     plan = HopperPlan(len(cache.row_slot), 1, HEADS, HEADS * GROUP, DIM, cache.query.device)
     plan.update(cache.row_slot, cache.lengths)
@@ -181,6 +197,7 @@ def flash_attention_3(cache: Cache) -> Attend:
 
 KERNELS: dict[str, Callable[[Cache], Attend]] = {
     "ours": ours,
+    "ours_behind_write": ours_behind_write,
     "ours_e4m3": ours_e4m3,
     "ours_in_triton": ours_in_triton,
     "flashinfer": flashinfer,
@@ -263,10 +280,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases()])
     args = parser.parse_args()
     bandwidth = copy_bandwidth()
     metrics, rows = {"kernel.copy.tb_s": bandwidth}, []
     for case in cases():
+        if args.cases and case.name not in args.cases:
+            continue
         rows += measure(case, args.kernels, args.repeats)
         done = [row for row in rows if "tb_s" in row]
         metrics |= {f"kernel.{r['case']}.tb_s": r["tb_s"] for r in done if r["kernel"] == "ours"}
