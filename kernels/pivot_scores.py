@@ -1,7 +1,8 @@
 """What the pivots of a drift check attend to: pooled attention over a whole prompt, read from head pages in place.
 
-Two launches for all pivots: logits of all queries, and softmax, pool and the group's strongest in one. A check runs
-beside decode steps and competes with them, so it must touch little memory: keys once, logits three times.
+Two launches for all pivots: logits of all queries with their sums of exponentials, and softmax, pool and the group's
+strongest in one. A check runs beside decode steps and competes with them, so it must touch little memory: keys once, logits
+twice.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ KEYS, TOKENS = 64, 1024
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["heads", "directory"])
 def _logits_kernel(
     logits,
+    sums,
     query,
     pool,
     directory,
@@ -34,7 +36,7 @@ def _logits_kernel(
     PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A block of a prompt's keys of one pivot, with all of its queries."""
+    """A block of a prompt's keys of one pivot, with all of its queries. sums: logarithms of sums of exponentials."""
     pivot, begin = tl.program_id(0), tl.program_id(1) * KEYS
     head = tl.load(heads + pivot)
     d, n = tl.arange(0, D), begin + tl.arange(0, KEYS)
@@ -51,6 +53,12 @@ def _logits_kernel(
     found = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     at = (pivot * QUERIES + row).to(tl.int64)[:, None] * tokens + n[None, :]
     tl.store(logits + at, found, mask=mine & real[None, :])
+    found = tl.where(real[None, :], found, float("-inf"))
+    most = tl.max(found, 1)
+    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)  # as torch.logsumexp
+    total = tl.sum(tl.exp(found - shift[:, None]), 1)
+    part = (pivot * QUERIES + row) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(sums + part, shift + tl.log(total), mask=row < QUERIES)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -95,8 +103,11 @@ def pivot_scores(
     queries, rows = queries.contiguous(), count * group
     logits = torch.empty((pivots, rows, tokens), dtype=torch.float32, device=queries.device)
     scores = torch.empty((pivots, count, tokens), dtype=torch.float32, device=queries.device)
-    _logits_kernel[(pivots, triton.cdiv(tokens, KEYS))](
+    blocks = triton.cdiv(tokens, KEYS)
+    sums = torch.empty((pivots, rows, blocks), dtype=torch.float32, device=queries.device)
+    _logits_kernel[(pivots, blocks)](
         logits,
+        sums,
         queries,
         pool,
         directory,
@@ -114,7 +125,7 @@ def pivot_scores(
         CHUNK=CHUNK_PAGES,
         num_warps=4,
     )
-    norm = torch.logsumexp(logits, -1)
+    norm = torch.logsumexp(sums, -1)
     grid = (pivots * count, triton.cdiv(tokens, TOKENS))
     _pool_kernel[grid](scores, logits, norm, tokens, GROUP=group, WIDTH=width, TOKENS=TOKENS, num_warps=4)
     return scores

@@ -219,7 +219,7 @@ def _compared_bytes(geometry: Geometry, window: int, in_pages: bool = False) -> 
     """For a token of a pivot's prompt: its key, as it is stored and in float32, and every query's score of it."""
     group = geometry.query_heads // geometry.kv_heads
     if in_pages:
-        return (window + 1) * (8 * group + 24)
+        return (window + 1) * (4 * group + 24)
     return geometry.head_dim * (geometry.dtype.itemsize + 4) + 24 + (window + 1) * (12 * group + 24)
 
 
