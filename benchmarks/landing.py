@@ -4,7 +4,7 @@
 
 As in the case `tail` of benchmarks.gpu_engine: tokens of head size 128 in bfloat16, whose pages lie in random order.
 `put` copies whole tokens; `kv_write`, which writes K and V of new tokens, could do the same; `copy` is torch's, of as
-many bytes in order; `positions` is the other part of a landing.
+many bytes in order; `positions` is the other part of a landing, and `set_positions` what does it elsewhere, in torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks import report
 from benchmarks.decode_kernel import microseconds
 from vllm_kvplug import ops
 from vllm_kvplug.placement.pool import PagePool
+from vllm_kvplug.placement.tables import PageTables, TableSizes
 from vllm_kvplug.shape import PAGE
 
 DIM = 128
@@ -36,13 +37,14 @@ def main() -> None:
     staged = torch.randn(pages * PAGE, 2 * DIM, dtype=torch.bfloat16, device=cuda)
     chosen = torch.randperm(2 * pages, device=cuda)[:pages]
     slots = (chosen[:, None] * PAGE + torch.arange(PAGE, device=cuda)).flatten()
-    tables = torch.zeros(2 * pages, PAGE, dtype=torch.int32, device=cuda)
+    tables = PageTables(TableSizes(1, 1, PAGE, 2 * pages), cuda)
     key, value = staged.unsqueeze(1).chunk(2, -1)
     runs = {
         "put": partial(pool.put, slots, staged),
         "kv_write": partial(ops.kv_write, pool.pages, key, value, slots[:, None]),
         "copy": partial(pool.pages[:pages].copy_, staged.view(pages, PAGE, 2 * DIM)),
-        "positions": lambda: tables.view(-1).index_put_((torch.where(slots < 0, 0, slots),), slots.int()),
+        "positions": partial(tables.put_positions, slots, slots.int()),
+        "set_positions": partial(tables.set_positions, slots, slots),
     }
     rows = []
     for name, run in runs.items():

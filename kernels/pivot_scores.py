@@ -1,8 +1,8 @@
 """What the pivots of a drift check attend to: pooled attention over a whole prompt, read from head pages in place.
 
 Two launches for all pivots: logits of all queries with their sums of exponentials, and softmax, pool and the group's
-strongest in one. A check runs beside decode steps and competes with them, so it must touch little memory: keys once, logits
-twice.
+strongest in one. A check runs beside decode steps and competes with them, so it must touch little memory: keys once,
+logits twice.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ template <typename T, int D, bool kFp8>
 struct Gather {
   using Layout = PageLayout<D, kFp8>;
   static constexpr int kQuads = D / 4;
-  static constexpr int kAhead = 16;  // partial results that a thread has on their way
+  static constexpr int kAhead = Layout::kThreads > 256 ? 16 : 32;  // partial results of a thread on their way
   const DecodeArgs& args;
   float* results;  // in shared memory: [warps, group, kPitch], or weights of blocks and [turns, group, D]
   float2* sums;    // [warps, 8]

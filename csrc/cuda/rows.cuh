@@ -57,11 +57,28 @@ cudaError_t launch_rows_of(const RowsArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// As rows_kernel, of rows of one number, of which a warp would use one lane: a thread takes a row.
+template <bool kGather>
+__global__ void __launch_bounds__(32 * kRowWarps) numbers_kernel(RowsArgs args) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= args.count) return;
+  const int64_t row = args.rows[i];
+  assert(row >= 0 && row < args.pool_rows);
+  uint32_t* in_pool = reinterpret_cast<uint32_t*>(args.pool) + row;
+  uint32_t* in_dense = reinterpret_cast<uint32_t*>(args.dense) + i;
+  *(kGather ? in_dense : in_pool) = *(kGather ? in_pool : in_dense);
+}
+
 // With the widest copies that all addresses allow.
 template <bool kGather>
 cudaError_t launch_rows(const RowsArgs& args, cudaStream_t stream) {
   if (args.count == 0 || args.bytes == 0) return cudaSuccess;
   const int64_t offsets = reinterpret_cast<int64_t>(args.pool) | reinterpret_cast<int64_t>(args.dense) | args.bytes;
+  if (!args.on_host && args.bytes == 4 && offsets % 4 == 0) {
+    const unsigned grid = static_cast<unsigned>((args.count + 32 * kRowWarps - 1) / (32 * kRowWarps));
+    numbers_kernel<kGather><<<grid, 32 * kRowWarps, 0, stream>>>(args);
+    return cudaGetLastError();
+  }
   if (offsets % 16 == 0) return launch_rows_of<uint4, kGather>(args, stream);
   if (offsets % 4 == 0) return launch_rows_of<uint32_t, kGather>(args, stream);
   return launch_rows_of<uint8_t, kGather>(args, stream);

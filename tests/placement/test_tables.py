@@ -266,6 +266,14 @@ def test_a_position_of_minus_one_is_nowhere():
     assert torch.equal(tables.positions[:-1], before)
 
 
+def test_positions_are_put_where_they_are_set():
+    one, other = make_tables(), make_tables()
+    slots, positions = torch.randperm(one.positions.numel() - 16)[:50], torch.randint(1 << 30, (50,))
+    one.set_positions(slots, positions)
+    other.put_positions(slots, positions.int())
+    assert torch.equal(one.positions, other.positions)
+
+
 # ------------------------------------------------------------------------------------------- promoting
 
 

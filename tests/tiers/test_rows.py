@@ -18,7 +18,7 @@ def a_pool(rows: int, row_bytes: int, place: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device, place", PLACES)
-@pytest.mark.parametrize("row_bytes", [1, 68, 132, 256, 512, 1024, 1040])
+@pytest.mark.parametrize("row_bytes", [1, 4, 68, 132, 256, 512, 1024, 1040])
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 3001])
 def test_rows_there_and_back(device: str, place: str, row_bytes: int, count: int) -> None:
     pool = a_pool(5000, row_bytes, place)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_kvplug import ops
 from vllm_kvplug.plan import ceil_div
 from vllm_kvplug.shape import PAGE
 
@@ -216,6 +217,11 @@ class PageTables:
         """Record the sequence position of the tokens at `token_slots` (-1: none)."""
         trash = self.positions.numel() - PAGE
         self.positions.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = position.int()
+
+    def put_positions(self, token_slots: torch.Tensor, position: torch.Tensor) -> None:
+        """As `set_positions`, where every token has a slot of its own: int64 and int32 [n], in one launch."""
+        table, values = self.positions.view(-1, 1), position[:, None]
+        ops.scatter_rows(table.view(torch.uint8), values.view(torch.uint8), token_slots)
 
     def set_scores(self, token_slots: torch.Tensor, scores: torch.Tensor | float) -> None:
         """Record the scores, float32 or one for all, of the tokens at `token_slots` (-1: none)."""

@@ -20,8 +20,9 @@ class Flight:
     """Tokens of one request on their way from the host, for the satellites of the clusters that one check found.
 
     due: the request's length in the first step that sees them. staged: where they wait in staging, or None if
-    staging was full. target, positions, rows: their token slots, positions, and rows of the host pool, int64 [tokens].
-    pieces: parts of them that the limit per step still holds back. ticket: of the last part submitted.
+    staging was full. target, positions, rows: their token slots, positions, and rows of the host pool, int64 [tokens],
+    but positions int32, as tables hold them. pieces: parts of them that the limit per step still holds back. ticket: of
+    the last part submitted.
     """
 
     clusters: list[int]

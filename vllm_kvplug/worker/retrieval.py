@@ -280,8 +280,8 @@ class Retriever:
                     flat = g.flat(self.retrieval.clusters[cluster].layer, head)
                     wanted.append(Wanted(place, flat, count, total, row[flat], max(share.values())))
                     total += count
-        where = self._places(request, ranks(scores), wanted, total)
-        return Flight(list(shares), due, self.staging.take(total), *where)
+        target, positions, rows = self._places(request, ranks(scores), wanted, total)
+        return Flight(list(shares), due, self.staging.take(total), target, positions.int(), rows)
 
     def _places(
         self, request: LiveRequest, rank: torch.Tensor, wanted: list[Wanted], total: int
@@ -347,7 +347,7 @@ class Retriever:
             lost = time.perf_counter() - began if behind else 0.0
             self._landed.append((len(flight.clusters), lambda: None if (w := waited()) is None else w + lost))
         self.pool.put(flight.target, content)
-        self.tables.set_positions(flight.target, flight.positions)
+        self.tables.put_positions(flight.target, flight.positions)
         self.drift.keep_for_caller(flight.target, flight.positions)
         self.counters.landings += len(flight.clusters)
         request.offloaded.flights.remove(flight)
