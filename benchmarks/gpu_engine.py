@@ -1,7 +1,7 @@
 """Speed and memory of engines on one GPU, under a policy and in stock vLLM, in the same run.
 
     python -m benchmarks.gpu_engine MODEL --out FILE [--cases decode tax concurrency saturated tail] [--engines ...]
-    python -m benchmarks.gpu_engine SMALL_MODEL --out FILE --cases parity --tasks tasks.py [--at-once 8]
+    python -m benchmarks.gpu_engine SMALL_MODEL --out FILE --cases parity --tasks tasks.py
 
 Random weights do, but for `parity`: MODEL may be a folder with a config.json alone. Every engine has processes of its
 own, one after another but for `tax`, where requests of two engines alternate, and `parity`, where nothing is timed.
@@ -36,7 +36,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engine import GRAPHS, apart, decode_ms, engine, scheduler, side_by_side
+from benchmarks.engine import GRAPHS, Outcome, apart, decode_ms, engine, scheduler, side_by_side
 from benchmarks.gpu_smoke import COMMON as SMALL
 from benchmarks.gpu_smoke import WHOLE, Generated, PromptSets, compare, generate, prompt_sets, with_gate
 from benchmarks.held_bytes import most_running
@@ -226,8 +226,10 @@ def greedy_tokens(model: str, given: dict[str, Any], sets: PromptSets) -> Genera
         return generate(llm, sets)
 
 
-def parity(model: str, tasks: Path, at_once: int) -> Found:
-    """Against stock of the same dtype, compiled alike. An engine that fails is a row with an error, and not counted."""
+def parity(model: str, tasks: Path, at_once: int, seconds: float) -> Found:
+    """Against stock of the same dtype, compiled alike. An engine that fails, or has not ended after `seconds`, is a row
+    with an error, and not counted.
+    """
     sets = prompt_sets(model, tasks)
     jobs = {}
     for dtype, compiled, policy in product(("float32", "bfloat16"), COMPILED, [None, *KEEP_ALL]):
@@ -236,8 +238,9 @@ def parity(model: str, tasks: Path, at_once: int) -> Found:
         if policy:
             given |= {"kv_policy": policy[0], "kv_policy_config": with_gate(model, *policy)}
         jobs[dtype, compiled, policy[0] if policy else "stock"] = partial(greedy_tokens, model, given, sets)
-    names, outcomes = list(jobs), {}
-    for number, outcome in side_by_side(list(jobs.values()), at_once):
+    names = list(jobs)
+    outcomes = {name: Outcome[Generated](None, "it did not end in time") for name in names}
+    for number, outcome in side_by_side(list(jobs.values()), at_once, seconds):
         outcomes[names[number]] = outcome
         print(names[number], outcome.error or "is done", flush=True)
     rows: list[dict[str, Any]] = []
@@ -305,7 +308,7 @@ def jobs(args: argparse.Namespace, common: dict[str, Any]) -> Iterator[partial[F
         if case == "tail":
             yield partial(tail, args.model, common, args.longest, 401)
         if case == "parity":
-            yield partial(parity, args.model, args.tasks, args.at_once)
+            yield partial(parity, args.model, args.tasks, args.at_once, args.seconds)
         for name in args.engines if case in ("decode", "concurrency", "saturated") else []:
             if case == "decode":
                 yield partial(decode, args.model, common, name, args.shapes)
@@ -331,6 +334,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--tasks", type=Path, help="a task file, for parity")
     parser.add_argument("--at-once", type=int, default=8, metavar="ENGINES", help="side by side, in parity")
+    parser.add_argument("--seconds", type=float, default=300, help="of parity in all")
     args = parser.parse_args()
     if "parity" in args.cases and args.tasks is None:
         parser.error("the case parity needs --tasks")
