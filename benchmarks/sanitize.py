@@ -1,6 +1,6 @@
 """Our CUDA ops and kernels under NVIDIA's compute-sanitizer: accesses out of bounds, races in shared memory.
 
-    python -m benchmarks.sanitize --out FILE [--limit 45] [--at-once 16]
+    python -m benchmarks.sanitize --out FILE [--limit 40] [--at-once 16]
 
 Runs parts of the unit tests in processes of their own, side by side, each under one tool and stopped after --limit
 seconds. Only kernels of this project are watched, and every tensor is an allocation of its own, so that whatever lies
@@ -81,7 +81,7 @@ def kernel_filter() -> str:
 def run(job: Job, limit: int, folder: Path) -> dict[str, Any]:
     """Row of one process. `timeout` sits between the tool and the tests, so that the tool lives to tell its summary."""
     log = folder / f"{job.number}.log"
-    watched = ["--kernel-name", kernel_filter(), "--check-exit-code", "no"]
+    watched = ["--target-processes", "all", "--kernel-name", kernel_filter(), "--check-exit-code", "no"]
     if job.tool == "memcheck":  # torch asks for what a driver may not have
         watched += ["--report-api-errors", "no"]
     ports = ["--port", str(49_152 + 16 * job.number)]  # every instance talks to its processes through up to ten
@@ -150,7 +150,7 @@ def control(mistake: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--limit", type=int, default=45, metavar="SECONDS", help="of every process")
+    parser.add_argument("--limit", type=int, default=40, metavar="SECONDS", help="of every process")
     parser.add_argument("--at-once", type=int, default=16, metavar="PROCESSES")
     parser.add_argument("--control", choices=CONTROL, help="make a mistake, and nothing else")
     args = parser.parse_args()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.gpu_engine import parity_metrics
+from benchmarks.gpu_smoke import compare
 from benchmarks.render import fidelity_table, policy_table, written
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,21 @@ def test_the_table_of_fidelity():
         "| 50% | `duo` | 0.60 | 0.0200 |",
         "| 50% | `snapkv` | 0.40 | 0.0100 |",
     ]
+
+
+def test_parity_counts_tokens_that_differ():
+    """From the first that differs on, in float32; an engine that failed is no engine without a difference."""
+    stock = {"tasks": [([1, 2, 3, 4], [0.5, 0.25, 2.0, 1.0])], "open text": [([7], [1.0])]}
+    mine = {"tasks": [([1, 9, 3, 8], [0.0] * 4)], "open text": [([7], [0.0])]}
+    failed = {"dtype": "bfloat16", "error": "why"}
+    rows = [{"dtype": "float32", "tokens": 5, **compare(one, stock)} for one in (mine, stock)]
+    assert parity_metrics([*rows, failed]) == {
+        "parity.engines": 2,
+        "parity.tokens": 10,
+        "parity.mismatched_tokens": 2,
+        "parity.largest_margin": 0.25,
+    }
+    assert parity_metrics([failed]) == {}
 
 
 def test_what_stands_between_markers(tmp_path: Path):
