@@ -26,24 +26,28 @@ template <typename Vec, bool kGather>
 __global__ void __launch_bounds__(32 * kRowWarps) rows_kernel(RowsArgs args) {
   const int64_t warps = static_cast<int64_t>(gridDim.x) * kRowWarps;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   for (int64_t first = warp * kRowsAhead; first < args.count; first += warps * kRowsAhead) {
     const int some = static_cast<int>(min(args.count - first, static_cast<int64_t>(kRowsAhead)));
-    for (int64_t byte = threadIdx.x % 32 * sizeof(Vec); byte < args.bytes; byte += 32 * sizeof(Vec)) {
+    const int64_t mine = lane < some ? args.rows[first + lane] : 0;
+    assert(mine >= 0 && mine < args.pool_rows);
+    int64_t rows[kRowsAhead];
+#pragma unroll
+    for (int i = 0; i < kRowsAhead; ++i) rows[i] = __shfl_sync(~0u, mine, i);
+    for (int64_t byte = lane * sizeof(Vec); byte < args.bytes; byte += 32 * sizeof(Vec)) {
+      char *in_pool = args.pool + byte, *in_dense = args.dense + first * args.bytes + byte;
       Vec held[kRowsAhead];
-      char* there[kRowsAhead];
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
-        if (i >= some) break;
-        const int64_t row = args.rows[first + i];
-        assert(row >= 0 && row < args.pool_rows);
-        char* in_pool = args.pool + row * args.bytes + byte;
-        char* in_dense = args.dense + (first + i) * args.bytes + byte;
-        held[i] = *reinterpret_cast<const Vec*>(kGather ? in_pool : in_dense);
-        there[i] = kGather ? in_dense : in_pool;
+        if (i < some) {
+          held[i] = *reinterpret_cast<const Vec*>(kGather ? in_pool + rows[i] * args.bytes : in_dense + i * args.bytes);
+        }
       }
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
-        if (i < some) *reinterpret_cast<Vec*>(there[i]) = held[i];
+        if (i < some) {
+          *reinterpret_cast<Vec*>(kGather ? in_dense + i * args.bytes : in_pool + rows[i] * args.bytes) = held[i];
+        }
       }
     }
   }
