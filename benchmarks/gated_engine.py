@@ -259,8 +259,8 @@ def metrics(policy: str, rows: list[Row]) -> dict[str, float]:
                 found[f"stored.{tokens}.synthetic"] = share(synthetic)
             if synthetic and tokens == first:
                 found["gate.tpot_overhead"] = row["tpot_ms"] / synthetic["tpot_ms"] - 1
-        if (name, variant) == (policy, "no gate"):
-            found["gate.prefill_overhead"] = by_name[policy, "", tokens]["prefill_s"] / row["prefill_s"] - 1
+        if (name, variant) == (policy, "no gate") and (gated := by_name.get((policy, "", tokens))):
+            found["gate.prefill_overhead"] = gated["prefill_s"] / row["prefill_s"] - 1
         if (name, variant) == (policy, "cap"):
             stock = by_name.get(("bf16", "", tokens))
             found |= {"cap.blocks": row["blocks"], "cap.stored": share(row)}
