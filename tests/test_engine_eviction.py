@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import fastkvzip, knorm
+import torch
+from cases import Case, fastkvzip, fastkvzip_yakv, knorm
 from engine_tools import (
     Ask,
     Watch,
     check_logprobs,
     check_segments,
     one_thread,  # noqa: F401
+    runtime,
     scheduler,
     serve,
     tiny_engine,
@@ -136,6 +138,52 @@ def test_lengths_around_cuts(
         check_logprobs(found, replay)
         cut = [s for s in watch.snapshots[found.request_id] if s.length in replay.kept_in_prompt]
         assert cut and all(s.kept == replay.kept_in_prompt[s.length] for s in cut)
+
+
+@pytest.mark.parametrize(
+    "case", [fastkvzip(0.4, 8, 257), fastkvzip_yakv(0.2, 0.4, 8, 257, codec="auto")], ids=lambda case: case.policy
+)
+def test_the_gate_rests_where_no_score_is_looked_at(
+    case: Case, tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Prompts come in 256 tokens at a time and are cut every 257, so that there are steps of one token alone: some
+    whose score a cut needs, and some inside the window or of answers. What Python does tells them apart here, and
+    `_is_uniform_decode`, where it answers yes, which of them a captured graph would run.
+    """
+    chunks = {515: [256, 1, 256, 1, 1], 700: [256, 1, 256, 1, 186]}
+    asked = {515: [True, True, True, False, False], 700: [True] * 5}
+    with tiny_engine(tiny_model_dir, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch, state = Watch(llm, integrity=True), runtime(llm)
+        scored, projected, decodes = [], [], []
+        score, is_uniform, end_step = state.gate.score, state.runner._is_uniform_decode, state.end_step
+
+        def scoring(layer: int, key: torch.Tensor, *more: Any) -> torch.Tensor:
+            scored.extend([len(key)] if layer == 0 else [])
+            return score(layer, key, *more)
+
+        def deciding(**given: Any) -> bool:
+            decodes.append(is_uniform(**given))
+            return decodes[-1]
+
+        def ending() -> None:
+            if state.live:  # an empty step tells of requests' ends
+                projected.append(not state.projected.isnan().all())
+            state.projected.fill_(torch.nan)
+            end_step()
+
+        state.gate.score, state.runner._is_uniform_decode, state.end_step = scoring, deciding, ending
+        state.projected.fill_(torch.nan)
+        found = [serve(llm, [Ask(token_ids(n, n), 6, sampling=EVERYTHING)])[0] for n in chunks]
+        assert_idle(llm)
+    assert projected == [*asked[515], *[False] * 5, *asked[700], *[False] * 5]
+    assert decodes == [not yes for yes in projected]
+    assert scored == [*chunks[515][:3], *chunks[700]]
+    for n, answer in zip(chunks, found, strict=True):
+        replay = reference.replay(token_ids(n, n), case.rule, 6)
+        check_logprobs(answer, replay)
+        if case.policy == "fastkvzip":
+            cut = [s for s in watch.snapshots[answer.request_id] if s.length in replay.kept_in_prompt]
+            assert len(cut) == 3 and all(s.kept == replay.kept_in_prompt[s.length] for s in cut)
 
 
 @dataclass(frozen=True)

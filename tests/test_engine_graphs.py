@@ -1,4 +1,4 @@
-"""Selection inside captured graphs, on a GPU: as in eager mode, and as the reference.
+"""Selection inside captured graphs, on a GPU, and gates that are not in them: as in eager mode, and as the reference.
 
     VLLM_ENABLE_V1_MULTIPROCESSING=0 python -m pytest tests/test_engine_graphs.py
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ANGLES, wgkv
+from cases import ANGLES, fastkvzip, fastkvzip_yakv, wgkv
 from engine_tools import Ask, check_logprobs, runtime, serve, tiny_engine, token_ids
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
@@ -92,6 +92,33 @@ def test_pages_of_what_was_admitted(mode: str, tiny_model_dir: Path, reference: 
         assert_idle(llm)
         assert_replayed(llm, mode, seen)
     for ask, answer in zip(ASKS, answers, strict=True):
+        check_logprobs(answer, reference.replay(ask.prompt, case.rule, ask.tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", ["fastkvzip", "fastkvzip+yakv"])
+def test_gates_beside_graphs(
+    policy: str, mode: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """Decode steps ask no gate, and graphs have none. Prompts are cut at 257 tokens and come in 256 at a time: while
+    others decode there are steps of one token a row, one of which needs a score and so must run outside of graphs.
+    """
+    case = fastkvzip(0.4, 8, 257) if policy == "fastkvzip" else fastkvzip_yakv(0.2, 0.4, 8, 257, codec="auto")
+    limits = {"max_num_batched_tokens": 256}
+    asks = [Ask(token_ids(n, n), 30, arrives=i, sampling=EVERYTHING) for i, n in enumerate((700, 40, 900, 515, 271))]
+    with tiny_engine(tiny_model_dir, **MODES[mode], **limits, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        state, scored = runtime(llm), []
+        score = state.gate.score
+
+        def scoring(layer: int, key: torch.Tensor, *more: Any) -> torch.Tensor:
+            scored.extend([len(key)] if layer == 0 else [])
+            return score(layer, key, *more)
+
+        state.gate.score = scoring
+        answers = [*serve(llm, asks[:1]), *serve(llm, asks)]
+        assert_idle(llm)
+    assert scored[:5] == [256, 1, 256, 1, 186] and len(scored) < 40
+    for ask, answer in zip([asks[0], *asks], answers, strict=True):
         check_logprobs(answer, reference.replay(ask.prompt, case.rule, ask.tokens))
 
 

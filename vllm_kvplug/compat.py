@@ -79,6 +79,32 @@ def request_ids(runner: Any, common_metadata: Any) -> list[str]:
     return list(runner.input_batch.req_ids)
 
 
+def tokens_before(scheduler_output: Any) -> dict[str, int]:
+    """Of every request of a step, how many tokens it had before."""
+    begun, going_on = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
+    found = {request.req_id: request.num_computed_tokens for request in begun}
+    return found | dict(zip(going_on.req_ids, going_on.num_computed_tokens, strict=True))
+
+
+def keep_from_decode_graphs(runner: Any, when: Callable[[], bool]) -> None:
+    """Have a model runner take a batch for one with prompts, if `when()`, though its rows are of one token each."""
+    if hasattr(runner, "gather_batch_req_state"):  # Model Runner V2
+        gather = runner.gather_batch_req_state
+
+        def gathered(*args: Any, **kwargs: Any) -> tuple[Any, int | None]:
+            state, uniform_tokens = gather(*args, **kwargs)
+            return state, None if when() else uniform_tokens
+
+        runner.gather_batch_req_state = gathered
+        return
+    is_uniform = runner._is_uniform_decode
+
+    def uniform(*args: Any, **kwargs: Any) -> bool:
+        return not when() and is_uniform(*args, **kwargs)
+
+    runner._is_uniform_decode = uniform
+
+
 @lru_cache(maxsize=4096)
 def layer_index(layer_name: str) -> int:
     """Index of an attention layer: the one number in its name."""

@@ -62,6 +62,12 @@ SEAMS = (
         "hidden states as an argument of the attention layer",
     ),
     Seam(
+        "GPUModelRunner.gather_batch_req_state, of Model Runner V1 _is_uniform_decode",
+        "patch of an engine's runner: compat.keep_from_decode_graphs, only for gates that answers do without",
+        "captured decode steps leave the gate out; a prompt's chunk of one token that needs a score must not be one",
+        "a hook that keeps a step from full graphs",
+    ),
+    Seam(
         "EngineArgs.__init__, add_cli_args, from_cli_args",
         "patch: add_policy_arguments",
         "vLLM has no hook for new flags or keyword arguments",

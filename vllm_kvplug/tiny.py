@@ -80,8 +80,11 @@ def _led_by_one(roles: Sequence[str]) -> dict[int, list[int]]:
     return {head: satellites for head, role in enumerate(roles) if role == "pivot"}
 
 
-def random_gate(model: Path, path: Path, kind: str, seed: int = 0) -> Path:
-    """Write a gate of random weights for a model, `kind` of wgkv or fastkvzip: for checks of what is done with it."""
+def random_gate(model: Path, path: Path, kind: str, seed: int = 0, hidden: int | None = 32) -> Path:
+    """Write a gate of random weights for a model, `kind` of wgkv or fastkvzip: for checks of what is done with it.
+
+    hidden: units of a write gate; None for as many as one that is trained has by default.
+    """
     import torch
     from transformers import AutoConfig
 
@@ -89,8 +92,9 @@ def random_gate(model: Path, path: Path, kind: str, seed: int = 0) -> Path:
     from vllm_kvplug.gates.files import GateMetadata, SinkGateShape, WriteGateShape, save_gate
 
     config = AutoConfig.from_pretrained(model)
-    shape = WriteGateShape(hidden=32) if kind == "wgkv" else SinkGateShape(hidden_size=config.hidden_size)
     made = ProfiledModel.of(config, Path(model).name)
+    units = 4 * made.head_dim if hidden is None else hidden
+    shape = WriteGateShape(hidden=units) if kind == "wgkv" else SinkGateShape(hidden_size=config.hidden_size)
     metadata = GateMetadata(model=made, gate=shape, source="random weights", date="2026-01-01")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

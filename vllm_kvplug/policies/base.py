@@ -235,6 +235,11 @@ class Policy(ABC, Generic[ConfigT]):
         return type(self).make_gate is not Policy.make_gate
 
     @property
+    def judges_answers(self) -> bool:
+        """Whether the gate's scores of decoded tokens are ever looked at; of all requests alike. Only if `gated`."""
+        return self.local is not None or self.cuts(1).decode is not None
+
+    @property
     def evicts(self) -> bool:
         """Whether prompts are cut down."""
         return (self.shares_budget or type(self).kept is not Policy.kept) and not self.options.off

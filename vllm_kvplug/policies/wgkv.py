@@ -62,7 +62,7 @@ class KeyGate:
     """The write gate of one rank's heads, on keys before and after RoPE."""
 
     def __init__(self, gate: WriteGate, rotary: Rotary, heads: slice):
-        self._gate, self._rotary, self._heads = gate, rotary, heads
+        self.gate, self._rotary, self._heads = gate, rotary, heads
 
     def rows(self, layer: int) -> None:
         return None
@@ -70,7 +70,7 @@ class KeyGate:
     def score(
         self, layer: int, key: torch.Tensor, position: torch.Tensor, projected: torch.Tensor | None
     ) -> torch.Tensor:
-        gate, rotated = self._gate, key.transpose(0, 1)  # [heads, tokens, d]
+        gate, rotated = self.gate, key.transpose(0, 1)  # [heads, tokens, d]
         if not key.is_cuda:
             return gate.score(layer, self._rotary.unrotate(rotated, position), rotated, self._heads).T
         scores = torch.empty(key.shape[:2], dtype=torch.float32, device=key.device)

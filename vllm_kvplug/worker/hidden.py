@@ -3,7 +3,8 @@
 vLLM lets a plugin replace its QKVParallelLinear. Ours also multiplies the hidden states with the gate's matrix of the
 layer, inside an op that declares to change the projection's result: so whatever compiles or captures the model keeps
 it between the projection and the attention, which reads the product from a buffer. The op needs no layer, only the
-matrix, so that vLLM's compiler still sees equal layers as equal.
+matrix, so that vLLM's compiler still sees equal layers as equal. In steps that need no scores it does nothing, and
+nothing is what full graphs of decode steps capture of it, for policies that never look at scores of answers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
@@ -31,7 +33,10 @@ _LIBRARY.define("tap(Tensor hidden, Tensor(a!) qkv, Tensor rows, int engine) -> 
 
 @torch.library.impl(_LIBRARY, "tap", "CompositeExplicitAutograd")
 def _tap(hidden: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor, engine: int) -> None:
-    projected = _TAPPED[engine].projected
+    runtime = _TAPPED[engine]
+    if not runtime.gate_asked and not _in_piecewise_graph():
+        return
+    projected = runtime.projected
     if projected is not None and len(hidden) <= len(projected):  # vLLM's profiling may run more than a step ever has
         torch.mm(hidden, rows.T, out=projected[: len(hidden)])
 
@@ -39,6 +44,11 @@ def _tap(hidden: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor, engine: in
 @torch.library.register_fake("vllm_kvplug::tap", lib=_LIBRARY)
 def _(hidden: torch.Tensor, qkv: torch.Tensor, rows: torch.Tensor, engine: int) -> None:
     pass
+
+
+def _in_piecewise_graph() -> bool:
+    """Whether what runs now is captured for steps with any rows, of which this one's may be all that need no scores."""
+    return is_forward_context_available() and (get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
 
 
 class TappedQKV(QKVParallelLinear):

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from vllm_kvplug.lifecycle import Admission
-from vllm_kvplug.plan import PagePlan, Plan
+from vllm_kvplug.plan import PagePlan, Plan, SharedPlan
 from vllm_kvplug.policies.base import Policy
 from vllm_kvplug.selection import Layout
 from vllm_kvplug.tiers.lane import Ticket
@@ -130,6 +130,12 @@ class LiveRequest:
     def cut_at_end(self) -> bool:
         """Whether every head is cut to a budget of its own when the prompt is complete."""
         return isinstance(self.plan, PagePlan) and self.plan.shrinks
+
+    def judges(self, token: int) -> bool:
+        """Whether some cut of the prompt looks at the score of the token at this position."""
+        if token >= self.prefill_end or not isinstance(self.plan, SharedPlan):
+            return False
+        return token < self.plan.cuts_of(self.prefill_end).judged(self.prefill_end)
 
 
 def upload(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count as numbers
@@ -94,6 +94,8 @@ class Runtime:
         shape = (self.max_batch, columns)
         self.projected = torch.zeros(shape, dtype=g.dtype, device=self.device) if columns else None
         self.tapped: set[int] = set()
+        self.gate_asked = True
+        self.spares_gate = self.gate is not None and not policy.judges_answers
         self.number = next(_NUMBERS)
 
     # ---- memory
@@ -183,6 +185,14 @@ class Runtime:
         self._decoding, self._due = [], []
         self.in_step = True
 
+    def ask_gate(self, counts: Mapping[str, int], before: Mapping[str, int]) -> None:
+        """Before a step, if the policy `spares_gate`: whether the step needs scores. One of single tokens needs none,
+        but for those of prompts that a cut will judge. counts, before: tokens of every request, in the step and before.
+
+        What is captured for decode steps asks no gate (`padding_step`), so a step that does must not replay it.
+        """
+        self.gate_asked = any(n > 1 or self.live[name].judges(before[name]) for name, n in counts.items())
+
     def padding_step(self, rows: int, tokens: int) -> Step:
         """The metadata of a warm-up, profiling or capture batch: nothing is read or written."""
         if self.pool is None:
@@ -191,6 +201,7 @@ class Runtime:
         self._row_slot[:rows] = -1
         self._place[:tokens] = -1
         decode_rows = rows if rows == tokens else 0
+        self.gate_asked = not (self.spares_gate and decode_rows)
         self._prepare_selection([], [], decode_rows)
         self._plan_decode(decode_rows)
         tables = self._row_slot[:rows], self._phase[:rows], self._place[:tokens], self._position[:tokens]
@@ -352,10 +363,10 @@ class Runtime:
     def scores(self, layer: int, key: torch.Tensor, step: Step) -> torch.Tensor | None:
         """What the gate thinks of a layer's new tokens, float32 [tokens, KV heads]; None if it is not asked.
 
-        A deferred gate is not asked for rows of one token, whose scores are NaN.
+        A deferred gate is not asked for rows of one token, whose scores are NaN; no gate in steps that need no scores.
         """
         unasked = step.decode_rows if self.deferred else 0
-        if self.gate is None or (unasked and not step.prefill):
+        if self.gate is None or not self.gate_asked or (unasked and not step.prefill):
             return None
         projected = None if self.projected is None else self.projected[unasked : len(key)]
         scores = self.gate.score(layer, key[unasked:], step.position[unasked:], projected)

@@ -43,6 +43,8 @@ class PolicyWorkerMixin:
         if self.runtime.projected is not None:
             install_tap()
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if self.runtime.spares_gate:
+            compat.keep_from_decode_graphs(self.model_runner, lambda: self.runtime.in_step and self.runtime.gate_asked)
         missing = set(range(self.runtime.geometry.layers)) - self.runtime.tapped
         if self.runtime.projected is not None and missing:
             raise PolicyError(
@@ -134,6 +136,8 @@ class PolicyWorkerMixin:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         with torch.inference_mode():
             self.runtime.begin_step(lifecycle)
+            if self.runtime.spares_gate:
+                self.runtime.ask_gate(scheduler_output.num_scheduled_tokens, compat.tokens_before(scheduler_output))
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
             self.runtime.end_step()
         return output
