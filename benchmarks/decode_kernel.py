@@ -118,7 +118,8 @@ def ours_behind_write(cache: Cache) -> Attend:
     """Writes over the last token of every head, as it is."""
     attend = ours(cache)
     ends = [pages[-1] * PAGE for pages in cache.pages_of_head]
-    last = (torch.stack(ends).to(cache.lengths.device) + (cache.lengths.flatten() - 1) % PAGE).view(-1, HEADS)
+    offsets = (cache.lengths.flatten() - 1) % PAGE
+    last = (torch.stack(ends).to(cache.lengths.device) + offsets).view(-1, HEADS).long()
     key, value = cache.pool.view(-1, 2 * DIM)[last].chunk(2, -1)
 
     def run() -> torch.Tensor:
