@@ -108,11 +108,11 @@ def test_scores_that_are_no_numbers() -> None:
 @runs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bounds_widen_as_in_torch(dtype: torch.dtype) -> None:
-    """A page's first key and later ones, padding, and a key that is no number; in place of strided tensors."""
+    """A page's first key and later ones, no two in one page, padding, and a key that is no number; strided tensors."""
     if dtype != torch.float32 and DEVICE == "cpu":
         pytest.skip("the interpreter knows no bfloat16")
     selector, _ = selector_of([200], "cpu", dtype)
-    places = torch.tensor([[16, 45, 1000], [-1, -1, -1], [77, 160, 95], [31, 512, 2001]])
+    places = torch.tensor([[16, 45, 1000], [-1, -1, -1], [77, 160, 95], [63, 512, 2001]])
     keys = torch.randn(4, 4, 3, 32).to(dtype)[:, 1]
     keys[2, 0, 5] = torch.nan
     on_device, _ = selector_of([200], DEVICE, dtype)
