@@ -192,9 +192,14 @@ def scheduler(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def worker(llm: Any) -> Any:
+    """The only worker of an in-process engine."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def runtime(llm: Any) -> Any:
-    """The policy's runtime on the only worker of an in-process engine."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.runtime
+    """The policy's runtime on it."""
+    return worker(llm).runtime
 
 
 def block_bytes(llm: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gate_sweep, lanes, policies_table
+from benchmarks import gate_sweep, lanes, policies_table, selection_sweep
 from benchmarks.engine import Outcome, Turns, apart, decode_ms, side_by_side
 from benchmarks.lanes import Found, Lane, full_lane, measure
 
@@ -211,3 +211,23 @@ def test_the_sweep_is_what_gates_are_held_against():
     assert runs["kvzip_40"] == ("oracle", {"ratio": 0.4, "scores": "scores"})
     assert {"keep40", "keep30", "keep20", "tau05", "tau90", "snapkv_40", "snapkv_30", "streaming_30"} <= runs.keys()
     assert runs["streaming_30"] == ("streaming", {"window": 1225}) and runs["snapkv_15"] == ("snapkv", {"ratio": 0.15})
+
+
+# ------------------------------------------------------------------------------------------ selection
+
+
+def test_the_sweep_of_selection():
+    """Every run starts, with the landmarks that its name says, and selects the share that it says."""
+    from vllm_kvplug.policies.registry import make_policy
+    from vllm_kvplug.shape import ModelShape
+
+    shape = ModelShape(30, 3, 9, 64, rotary=tuple(500_000 ** (-i / 32) for i in range(32)))
+    selected = {"1_6": 128, "3": 256, "6": 512}
+    landmarks = {"yakv": "higgs2", "residual": "residual", "shadowkv_landmarks": "means8"}
+    runs = selection_sweep.runs_of()
+    assert runs.keys() == {f"{name}_{percent}" for name in [*landmarks, "quest"] for percent in selected}
+    for percent, tokens in selected.items():
+        assert make_policy(*runs[f"quest_{percent}"], shape).attended_pages(8192) == tokens / 16
+        for name, form in landmarks.items():
+            found = make_policy(*runs[f"{name}_{percent}"], shape)
+            assert (found.selection.landmarks, found.plan().layout(8192).selected) == (form, tokens)
