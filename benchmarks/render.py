@@ -237,6 +237,25 @@ def gate_note(m: Metrics) -> str:
     )
 
 
+def gate_table(content: dict[str, Any]) -> list[str]:
+    """Runs of benchmarks.gate_sweep in their order."""
+    m = content["metrics"]
+    rows = [row for row in content["rows"] if row["key"] == "eval4096" and f"eval4096.{row['run']}.rel" in m]
+    if not rows:
+        return []
+    lines = [
+        f"{m['eval4096.examples'] / len(TASKS):.0f} examples a task; *stored*: tokens that a head has, of all, while requests decode.",
+        "",
+        "| policy | knobs | stored | of full's score |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        knobs = ", ".join(f"{name} {value}" for name, value in row["knobs"].items() if name != "scores")
+        run = f"eval4096.{row['run']}"
+        lines.append(f"| `{row['policy']}` | {knobs} | {m[f'{run}.stored_ratio']:.0%} | {_precisely(m, run)} |")
+    return lines
+
+
 def memory_note(m: Metrics) -> str:
     held = {k.rsplit(".", 1)[1]: v for k, v in m.items() if k.startswith("bytes.heterocache_rho50")}
     if not held:
@@ -306,6 +325,7 @@ def targets() -> dict[Path, str]:
         ROOT / "README.md": section(),
         ROOT / "docs" / "choosing.md": "\n".join(policy_table(load_file("policies"))).rstrip(),
         ROOT / "docs" / "evaluation.md": "\n".join(fidelity_table(load_file("fidelity"))),
+        ROOT / "docs" / "gates.md": "\n".join(gate_table(load_file("gates4096"))),
     }
 
 

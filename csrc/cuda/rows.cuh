@@ -11,7 +11,7 @@ namespace kvplug {
 
 constexpr int kRowWarps = 8;
 constexpr int kMostHostBlocks = 16;  // of a launch: they fill the bus, and leave the model that runs beside them the rest
-constexpr int kRowsAhead = 8;       // of a warp, on their way at once
+constexpr int kRowsAhead = 8;        // of a warp, on their way at once
 
 struct RowsArgs {
   char* pool;

@@ -57,7 +57,7 @@ class PagePool:
         return key[token_slots].view(self.pages.dtype).to(self.dtype)
 
     def put(self, token_slots: torch.Tensor, content: torch.Tensor) -> None:
-        """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V. Slots must not repeat."""
+        """Write tokens: int64 `token_slots` [n], `content` [n, 2 * head_dim], K then V. Slots are real; none repeats"""
         if content.dtype == self.pages.dtype:  # K and V of a token lie behind one another here and there
             ops.scatter_rows(self._tokens.view(torch.uint8), content.view(torch.uint8), token_slots)
         else:

@@ -219,7 +219,7 @@ class PageTables:
         self.positions.view(-1)[torch.where(token_slots < 0, trash, token_slots)] = position.int()
 
     def put_positions(self, token_slots: torch.Tensor, position: torch.Tensor) -> None:
-        """As `set_positions`, where every token has a slot of its own: int64 and int32 [n], in one launch."""
+        """As `set_positions`, where every token has a real slot of its own: int64 and int32 [n], in one launch."""
         table, values = self.positions.view(-1, 1), position[:, None]
         ops.scatter_rows(table.view(torch.uint8), values.view(torch.uint8), token_slots)
 
