@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
 engine = compat.llm
 
 SHARED_GPU: dict[str, float] = (
-    {} if torch.version.cuda is None else {"kv_cache_memory_bytes": 9 << 30, "gpu_memory_utilization": 0.1}
+    {} if torch.version.cuda is None else {"kv_cache_memory_bytes": 6 << 30, "gpu_memory_utilization": 0.1}
 )
 """A pool of fixed size, for measurements of accuracy: several may run on one GPU, which no speed comes from."""
 

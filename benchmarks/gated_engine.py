@@ -2,9 +2,10 @@
 
     python -m benchmarks.gated_engine MODEL --out FOLDER [--policies wgkv fastkvzip] [--shapes 131072 220000]
 
-Random weights do: MODEL may be a folder with a config.json alone. Every engine has a process of its own and computes
-one request at a time, of each number of tokens in --shapes; FOLDER/wgkv.json and FOLDER/fastkvzip.json are written
-after each. Where a policy is compared with another than stock vLLM, it is at the first shape alone.
+Random weights do: MODEL may be a folder with a config.json alone. Every engine has a process of its own, of which
+--at-once start and share the GPU's memory, while one at a time works. It computes one request at a time, of each number
+of tokens in --shapes; FOLDER/wgkv.json and FOLDER/fastkvzip.json are written after each. Where a policy is compared
+with another than stock vLLM, it is at the first shape alone.
 
     bf16         stock vLLM
     wgkv         stores a fifth of the prompt, the window of 256 tokens counted in; `cap` is as much
@@ -17,8 +18,9 @@ mean nothing, so its output biases are set on a short prompt, in the running eng
 same at all positions. Then, in the same engine, prompts are computed behind a gate that lets everything through, which
 only the cap holds (`cap`), and with tokens admitted by their positions and no gate (`gate.prefill_overhead`).
 
-Times are the least of --repeats: seconds to the first token, and the median time between tokens. Blocks are the most
-that were taken from vLLM's pool up to the first token; what is stored is counted in the page tables then.
+Times are the least of --repeats, at the first shape, or of one request: seconds to the first token, and the median time
+between tokens. Blocks are the most that were taken from vLLM's pool up to the first token; what is stored is counted in
+the page tables then.
 """
 
 from __future__ import annotations
@@ -28,17 +30,20 @@ import os
 import tempfile
 import time
 import traceback
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from benchmarks import report
-from benchmarks.engine import apart, engine
+from benchmarks.engine import Turns, engine, side_by_side
 from benchmarks.gpu_engine import COMMON, OUTPUT_TOKENS, prompts, run
 from vllm_kvplug import compat
+from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.policies.base import Gate
 from vllm_kvplug.policies.synthetic import Synthetic, SyntheticConfig
 from vllm_kvplug.tiny import random_gate
@@ -47,7 +52,21 @@ SHARES = {"wgkv": 0.2, "fastkvzip": 0.3}
 TAU = 0.5
 """Of the write gate, where its logit is 0."""
 
+BOUNDED = 0.5
+"""What a pool holds of the longest prompt where prompts are cut while they are computed: SHARES, and a chunk."""
+
 Row = dict[str, Any]
+
+
+def pool(name: str, model: str, tokens: int) -> dict[str, float]:
+    """A pool for one request of `tokens` tokens, so that several engines fit a GPU."""
+    if torch.version.cuda is None:
+        return {}
+    config = AutoConfig.from_pretrained(model)
+    one = ProfiledModel.of(config, model)
+    whole = tokens * 2 * one.layers * one.kv_heads * one.head_dim * 2
+    share = BOUNDED if name in SHARES else 1.05
+    return {"kv_cache_memory_bytes": int(share * whole), "gpu_memory_utilization": 0.1}
 
 
 def arguments(name: str, model: str, folder: Path, cut_every: int) -> dict[str, Any]:
@@ -201,7 +220,14 @@ def calibrate(llm: Any, tokens: int, share: float) -> None:
 
 
 def measure(
-    model: str, common: dict[str, Any], name: str, shapes: list[int], outputs: int, repeats: int, cut_every: int
+    model: str,
+    common: dict[str, Any],
+    name: str,
+    shapes: list[int],
+    outputs: int,
+    repeats: int,
+    cut_every: int,
+    turns: Turns,
 ) -> list[Row]:
     """Rows of one engine, of every shape and variant; what fails leaves its error in its row."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to the worker
@@ -216,20 +242,24 @@ def measure(
         rows.append({"engine": name, "variant": variant, **row})
         print({key: value for key, value in rows[-1].items() if key != "tokens_of_heads"}, flush=True)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         chosen = arguments(name, model, Path(folder), cut_every)
         longest = max(*shapes, 1000) + max(outputs, OUTPUT_TOKENS)
-        with engine(model, **common, max_model_len=longest, **chosen) as llm:
+        with turns.together():
+            given = common | pool(name, model, longest) | {"max_model_len": longest}
+            llm = stack.enter_context(engine(model, **given, **chosen))
             run(llm, 1000, 1)  # compiles what is left to compile
-            if kind == "wgkv":
-                calibrate(llm, tokens, SHARES[kind])
-            for one in shapes[:1] if kind == "synthetic" else shapes:
-                add("", one, outputs, repeats)
-            if kind == "wgkv":
-                calibrate(llm, tokens, 1.0)
-                add("cap", tokens, 2, 1)
-                llm.collective_rpc(leave_out_gate, args=(tokens, SHARES[kind]))
-                add("no gate", tokens, 2, repeats)
+        stack.enter_context(turns.alone())
+        if kind == "wgkv":
+            calibrate(llm, tokens, SHARES[kind])
+        add("", tokens, outputs, repeats)
+        for one in [] if kind == "synthetic" else shapes[1:]:
+            add("", one, outputs, 1)
+        if kind == "wgkv":
+            calibrate(llm, tokens, 1.0)
+            add("cap", tokens, 2, 1)
+            llm.collective_rpc(leave_out_gate, args=(tokens, SHARES[kind]))
+            add("no gate", tokens, 2, repeats)
     return rows
 
 
@@ -299,20 +329,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--outputs", type=int, default=257, metavar="TOKENS", help="of every answer")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=3, metavar="ENGINES", help="that share the GPU's memory")
     parser.add_argument("--cut-every", type=int, default=8192, metavar="TOKENS", help="between two looks at wgkv's cap")
     args = parser.parse_args()
-    names = ["bf16", *(name for policy in args.policies for name in (policy, f"synthetic {policy}"))]
+    names = ["bf16", *args.policies, *(f"synthetic {policy}" for policy in args.policies)]
     rows: list[Row] = []
-    for name in names:
-        common = COMMON | {"dtype": args.dtype}
-        try:
-            rows += apart(
-                partial(measure, args.model, common, name, args.shapes, args.outputs, args.repeats, args.cut_every)
-            )
-        except Exception:  # one engine that fails must not hide the others
-            rows.append({"engine": name, "error": traceback.format_exc()[-600:]})
-            print(rows[-1], flush=True)
-        write(args.out, args.policies, rows)
+    common, rest = COMMON | {"dtype": args.dtype}, (args.shapes, args.outputs, args.repeats, args.cut_every)
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [partial(measure, args.model, common, name, *rest, Turns(folder)) for name in names]
+        for number, outcome in side_by_side(jobs, args.at_once):
+            if outcome.error:  # one engine that fails must not hide the others
+                rows.append({"engine": names[number], "error": outcome.error[-600:]})
+                print(rows[-1], flush=True)
+            rows += outcome.value or []
+            write(args.out, args.policies, rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 from engine_tools import one_thread  # noqa: F401
 from vllm.v1.core.block_pool import BlockPool
 
+from benchmarks.engine import Turns
 from benchmarks.gated_engine import Row, measure, metrics, share, write
 from benchmarks.gpu_engine import COMMON
 
@@ -19,11 +20,11 @@ TOKENS, WINDOW, CUT_EVERY = 2400, 256, 1024
 
 
 @pytest.fixture
-def rows_of(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Row]]:
+def rows_of(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Row]]:
     """Measures an engine of the tiny model."""
     monkeypatch.setattr(BlockPool, "get_new_blocks", BlockPool.get_new_blocks)  # to have it back afterwards
     common = COMMON | {"dtype": "float32", "max_num_seqs": 4}
-    yield lambda name: measure(str(tiny_model_dir), common, name, [TOKENS], 4, 1, CUT_EVERY)
+    yield lambda name: measure(str(tiny_model_dir), common, name, [TOKENS], 4, 1, CUT_EVERY, Turns(tmp_path))
     del BlockPool.most_used
 
 

@@ -192,22 +192,24 @@ def test_knobs_keep_about_the_level(name: str, level: float, tokens: int, monkey
 
 
 def test_thresholds_by_what_they_admit():
-    """The run that stores most of those that do not store more; none where all do."""
+    """The best of the runs that admit, or store, no more than a share, whatever gate they have; none where all do."""
     rows = [
         {"key": "eval4096", "run": f"tau{tau}", "policy": "wgkv", "knobs": {"tau": tau / 100}, "stored_ratio": stored}
-        | {"prompt_tokens": 2560.0}
-        for tau, stored in [(10, 0.4), (30, 0.28), (50, 0.19), (90, 0.16)]
+        | {"prompt_tokens": 2560.0, "scores": [score]}
+        for tau, stored, score in [(10, 0.4, 0.9), (30, 0.28, 0.8), (31, 0.29, 0.7), (50, 0.25, 0.6), (90, 0.19, 0.5)]
     ]
-    metrics = {f"eval4096.tau{tau}.rel": tau / 100 for tau in (10, 30, 50, 90)}
+    metrics = {f"eval4096.{row['run']}.stored_ratio": row["stored_ratio"] for row in rows}
     found = gate_sweep.admission_metrics([*rows, {"key": "eval4096", "run": "full"}], metrics)
-    assert (found["eval4096.admit30.rel"], found["eval4096.admit30.tau"]) == (0.3, 0.3)
-    assert found["eval4096.admit30.admitted"] == found["eval4096.tau30.admitted"] == pytest.approx(0.2)
-    assert not any("admit15" in name for name in found)
+    assert (found["eval4096.stored30.stored_ratio"], found["eval4096.stored30.tau"]) == (0.28, 0.3)
+    assert found["eval4096.stored30.admitted"] == found["eval4096.tau30.admitted"] == pytest.approx(0.2)
+    assert (found["eval4096.admit30.tau"], found["eval4096.admit15.tau"]) == (0.3, 0.9)  # 40% stored: a third admitted
+    assert not any("stored15" in name for name in found)
 
 
 def test_the_sweep_is_what_gates_are_held_against():
-    assert "kvzip_40" not in gate_sweep.runs_of(4096, "any", None)
-    runs = gate_sweep.runs_of(4096, "any", Path("scores"))
+    assert "kvzip_40" not in gate_sweep.runs_of(4096, "any", {}, None)
+    runs = gate_sweep.runs_of(4096, "any", {"tight": "tight.safetensors"}, Path("scores"))
+    assert runs["tight_tau10"] == ("wgkv", {"tau": 0.1, "gate": "tight.safetensors"})
     assert runs["kvzip_40"] == ("oracle", {"ratio": 0.4, "scores": "scores"})
     assert {"keep40", "keep30", "keep20", "tau05", "tau90", "snapkv_40", "snapkv_30", "streaming_30"} <= runs.keys()
     assert runs["streaming_30"] == ("streaming", {"window": 1225}) and runs["snapkv_15"] == ("snapkv", {"ratio": 0.15})
