@@ -29,7 +29,7 @@ from benchmarks.policies_table import WGKV_WINDOW, knobs_of
 from vllm_kvplug.eval.prompts import WITHOUT_CONTEXT_END
 
 KEPT = (0.6, 0.5, 0.4, 0.3, 0.2)
-TAUS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9)
+TAUS = (0.05, 0.1, 0.2, 0.3, 0.35, 0.4, 0.5, 0.7, 0.8, 0.9)
 TAUS_OF_OTHERS = (0.02, 0.05, 0.1, 0.2)
 """Of gates that were trained to admit less."""
 BASELINES = ("snapkv", "streaming", "random")

@@ -39,9 +39,10 @@ from reference_yakv import Selecting
 
 LENGTHS = (1, 20, 63, 260, 513)
 STEPS = 18
-ON_THE_BORDER = 0.01
-"""K and V that differ in float32's last bit may be rounded to neighbouring e4m3 numbers, which was seen to move
-log-probabilities by 0.003. K and V that are not rounded at all moved them by 0.7 and more."""
+ON_THE_BORDER, TYPICAL = 0.1, 0.003
+"""K and V that differ in float32's last bit may be rounded to neighbouring e4m3 numbers, of which a CPU's own order of
+additions decides: one such number was seen to move a log-probability by 0.05, and most by less than 0.001. K and V that
+are not rounded at all moved them by 0.7 and more."""
 CASES = [
     streaming(64),
     snapkv(0.5),
@@ -57,6 +58,13 @@ CASES = [
 def stored(x: torch.Tensor) -> torch.Tensor:
     """As e4m3, the largest finite number where x exceeds it."""
     return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def assert_same_distributions(logprobs: torch.Tensor, logits: torch.Tensor) -> None:
+    """Those of an engine [steps, vocabulary], and the reference's, up to numbers on the border of two e4m3 ones."""
+    errors = (logprobs - logits.log_softmax(-1)).abs()
+    worst, typical = errors.max().item(), errors.median().item()
+    assert worst < ON_THE_BORDER and typical < TYPICAL, f"log-probabilities are off by {typical:.2e}, at most {worst:.2e}"
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
@@ -92,8 +100,7 @@ def test_engine_with_fp8_pages(ran, reference: Reference, length: int) -> None:
     kept = next(s.kept for s in snapshots if s.length == length)
     if not equal_up_to_ties(kept, replay):
         replay = reference.replay(token_ids(length), Pinned(kept), STEPS)
-    error = (answer.logprobs - replay.logits.log_softmax(-1)).abs().max()
-    assert error < ON_THE_BORDER, f"log-probabilities are off by {error:.2e}"
+    assert_same_distributions(answer.logprobs, replay.logits)
 
 
 def test_admission_with_fp8_pages(tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
@@ -102,8 +109,7 @@ def test_admission_with_fp8_pages(tiny_model_dir: Path, reference: Reference, tm
     with tiny_engine(tiny_model_dir, max_num_batched_tokens=2048, kv_cache_dtype="fp8", **arguments) as llm:
         for n in LENGTHS:
             (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
-            expected = reference.replay(token_ids(n), case.rule, STEPS).logits.log_softmax(-1)
-            assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
+            assert_same_distributions(answer.logprobs, reference.replay(token_ids(n), case.rule, STEPS).logits)
 
 
 def test_selection_with_fp8_pages(tiny_model_dir: Path, reference: Reference) -> None:
@@ -116,8 +122,7 @@ def test_selection_with_fp8_pages(tiny_model_dir: Path, reference: Reference) ->
             (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
             kept = {s.length: s.kept for s in watch.snapshots[answer.request_id]}
             rule = Selecting(ANGLES, **knobs, engine=kept, itemsize=1)
-            expected = reference.replay(token_ids(n), rule, STEPS).logits.log_softmax(-1)
-            assert (answer.logprobs - expected).abs().max() < ON_THE_BORDER
+            assert_same_distributions(answer.logprobs, reference.replay(token_ids(n), rule, STEPS).logits)
             assert (rule.watcher is not None) == (n > 200)
 
 
@@ -130,4 +135,4 @@ def test_hosted_tokens_with_fp8_pages(tiny_model_dir: Path, reference: Reference
             (answer,) = serve(llm, [Ask(token_ids(n), STEPS, sampling={"logprobs": -1})])
             replay = reference.replay(token_ids(n), replace(case.rule, itemsize=1), STEPS)
             assert isinstance(replay.watcher, Selection) == (n > 63)
-            assert (answer.logprobs - replay.logits.log_softmax(-1)).abs().max() < ON_THE_BORDER
+            assert_same_distributions(answer.logprobs, replay.logits)
