@@ -108,7 +108,7 @@ def _landmark_scores_kernel(
 ):
     item, part = tl.program_id(0), tl.program_id(1)
     row, head = (item // HEADS).to(tl.int64), item % HEADS
-    length = tl.load(landmarks + row)
+    length = tl.load(landmarks + item)
     if length == 0:
         return
     slot = tl.load(row_slot + row).to(tl.int64)
@@ -176,8 +176,8 @@ def landmark_scores(
     power of two from 16 to 256, the last dimension contiguous; scratch float32 [rows, query heads, D]. pages uint8
     [N, bytes] of format `name` (components/landmarks.py), with `tokens` landmarks each; grids: `words_of` those of 4
     bits and of keys' own codes. blocks int64 [slots, n], whose place first_head + h is the page of head h. row_slot
-    int32 [rows]; landmarks int32 [rows], 0 for rows that do not select, at most `longest`. heads: first_head, KV heads
-    of a layer, and of all.
+    int32 [rows]; landmarks int32 [rows, KV heads], contiguous, 0 for rows that do not select, at most `longest`. heads:
+    first_head, KV heads of a layer, and of all.
     """
     rows, query_heads, dim = query.shape
     first_head, kv_heads, all_heads = heads

@@ -55,7 +55,7 @@ def _weights_kernel(
     """The most that any query of a group attends to each token of a part of a head; -1 for tokens that stay anyway."""
     item, part = tl.program_id(0), tl.program_id(1)
     row, head = (item // HEADS).to(tl.int64), item % HEADS
-    length = tl.load(landmarks + row)
+    length = tl.load(landmarks + item)
     stride = (tl.load(starts + row + 1) - tl.load(starts + row)) * TOKENS
     mine = scores + segment(starts, row, head, HEADS, TOKENS * GROUP)
     begin = segment(starts, row, head, HEADS, TOKENS)
@@ -75,7 +75,7 @@ def _weights_kernel(
             weight = tl.exp(tl.load(mine + g * stride + token, mask=token < end, other=0.0) - peak) / total
             best = tl.maximum(best, weight, propagate_nan=tl.PropagateNan.ALL)
         tl.store(weights + begin + token, best, mask=token < end)
-    count = tl.load(excluded + row)
+    count = tl.load(excluded + item)
     if count > 0:
         tl.debug_barrier()
         slot = tl.load(row_slot + row).to(tl.int64)
@@ -128,10 +128,10 @@ def _misses_kernel(
     """
     item = tl.program_id(0)
     row, head = (item // HEADS).to(tl.int64), item % HEADS
-    count, before = tl.load(selected + row), tl.load(stay + row)
+    count, before = tl.load(selected + item), tl.load(stay + item)
     if count == 0:
         return
-    known = tl.load(landmarks + row)
+    known = tl.load(landmarks + item)
     slot = tl.load(row_slot + row).to(tl.int64)
     tables = directory + slot * directory_slot_stride + (first_head + head) * directory_head_stride
     marks = weights + segment(starts, row, head, HEADS, TOKENS)
@@ -190,8 +190,8 @@ def group_weights(
     """Write softmax over a head's landmarks and the maximum over its group of queries; -1 for tokens that stay.
 
     weights: float32, a line with `starts` and unit `tokens`. scores, sums, landmarks, starts, row_slot, heads: as in
-    `landmark_scores`. tables: the `PageTables`; the first `excluded`, int32 [rows],
-    stored tokens of a head stay and have landmarks.
+    `landmark_scores`. tables: the `PageTables`; the first `excluded`, int32 [rows, KV heads] and contiguous, stored
+    tokens of a head stay and have landmarks.
     """
     rows, (first_head, kv_heads, _) = len(row_slot), heads
     _, parts_of_sums, group, _ = sums.shape
@@ -224,8 +224,8 @@ def misses(
     fetch: row on the host, position and token slot of each, int64, and how many there are so far, int32 [1], to which
     these are added. fresh, chosen: int32, lines with `list_starts` and unit 16, of which the first is scratch. weights:
     as in `group_weights`; overwritten. numbers: landmarks, selected tokens, and how many stay before them in a head,
-    int32 [rows]. host_slots int64 [slots, n], of HOST_SLOT tokens of all heads. base: positions of tables are this
-    more than tokens' numbers. The rest as in `group_weights`.
+    int32 [rows, KV heads], contiguous. host_slots int64 [slots, n], of HOST_SLOT tokens of all heads. base: positions
+    of tables are this more than tokens' numbers. The rest as in `group_weights`.
     """
     rows, (first_head, kv_heads, all_heads) = len(row_slot), heads
     where = tables.directory, tables.chunks, tables.positions

@@ -12,7 +12,7 @@ from engine_tools import KV_HEADS, LAYERS
 from reference import Full, HeteroCache, RandomKeep, Rule, SnapKV, Streaming
 from reference_baselines import Duo, ExpectedAttention
 from reference_gated import WGKV, FastKVzip, Knorm, WGKVSnapKV
-from reference_hosted import Hosted
+from reference_hosted import Hosted, WGKVYakv
 from reference_quest import WGKVQuest
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -177,8 +177,8 @@ def quest() -> Case:
 def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields: Any) -> Case:
     """A gate of random weights that lets a part through; shape: (layers, KV heads, head dim), or the tiny model's.
 
-    With a `budget` among the fields, SnapKV evicts what exceeds it; with `budget_tokens`, Quest selects so many.
-    `defer` is for the engine alone.
+    With a `budget` among the fields, SnapKV evicts what exceeds it; with `budget_tokens`, Quest selects so many; with a
+    `codec`, what is admitted goes to the host, of which YAKV selects. `defer` is for the engine alone.
     """
     defer = fields.pop("defer", False)
     with torch.random.fork_rng():
@@ -191,6 +191,7 @@ def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields:
     keys = [weights[f"model.layers.{layer}.self_attn.k_proj.weight"] for layer in range(shape[0])]
     kind, name = (WGKVSnapKV, "wgkv+snapkv") if "budget" in fields else (WGKV, "wgkv")
     kind, name = (WGKVQuest, "wgkv+quest") if "budget_tokens" in fields else (kind, name)
+    kind, name = (WGKVYakv, "wgkv+yakv") if "codec" in fields else (kind, name)
     rule = kind(dict(gate.state_dict()), keys, **{"window": 32, "tau": 0.5, **fields})
     knobs = {"window": rule.window, "tau": rule.tau, "sinks": rule.sinks, "cap": rule.cap, "cut_every": rule.every}
     knobs |= {"defer": True} if defer else {}
@@ -198,4 +199,12 @@ def wgkv(model: Path, shape: tuple[int, ...] = (LAYERS, KV_HEADS, 32), **fields:
         knobs |= {"budget": rule.budget, "queries": rule.voters}
     if isinstance(rule, WGKVQuest):
         knobs |= {"budget_tokens": rule.budget_tokens}
+    if isinstance(rule, WGKVYakv):
+        knobs |= {
+            "codec": rule.codec,
+            "ratio": rule.ratio,
+            "min_tokens": rule.min_tokens,
+            "max_tokens": rule.max_tokens,
+        }
+        knobs |= {"host_gib": 0.05}
     return Case(f"{name}-{rule.window}-{rule.cap}", name, knobs, rule, gate=gate)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from engine_tools import ROUNDING, Answer, Snapshot, Watch
 from reference import Reference, Replay
-from reference_hosted import Hosted, Selection
+from reference_hosted import Hosted, Selection, WGKVYakv
 from reference_yakv import Selecting
 
 from vllm_kvplug.placement.integrity import kept_positions
@@ -30,8 +30,8 @@ class WatchStored(Watch):
         self.stored, selector = dict[str, Stored](), self.runtime.selector
         ready = selector._ready
 
-        def watched(request: Any, blocks: Any, first: Any) -> None:
-            ready(request, blocks, first)
+        def watched(request: Any, *given: Any) -> None:
+            ready(request, *given)
             (name,) = [name for name, live in self.runtime.live.items() if live is request]
             self.stored[name] = self._from_host(request)
 
@@ -56,7 +56,7 @@ class WatchStored(Watch):
 
 def check_steps(
     reference: Reference,
-    rule: Selecting | Hosted,
+    rule: Selecting | Hosted | WGKVYakv,
     prompt: list[int],
     answer: Answer,
     snapshots: Sequence[Snapshot],
@@ -93,11 +93,11 @@ class WatchHosted(WatchStored):
 
     def __init__(self, llm: Any, **what: Any):
         super().__init__(llm, **what)
-        cutter, self.hosted = self.runtime.cutter, dict[str, list[list[int]]]()
-        judge, ready, survivors = cutter._judge, cutter.selector.ready, {}
+        self.hosted = dict[str, list[list[int]]]()
+        cutter, selector = self.runtime.cutter or self.runtime.admitter, self.runtime.selector
+        ready, survivors = selector.ready, {}
 
-        def watched_judge(request: Any, cut: int) -> Any:
-            lengths = judge(request, cut)
+        def note(request: Any, lengths: Any) -> Any:
             tables, slot = self.runtime.tables, request.slot
             before = tables.lengths[slot].clone()
             tables.lengths[slot] = lengths.int()
@@ -105,14 +105,23 @@ class WatchHosted(WatchStored):
             tables.lengths[slot] = before
             return lengths
 
-        def watched_ready(request: Any, blocks: Any) -> None:
-            ready(request, blocks)
+        def watched_give_back(request: Any, end: int, lengths: Any, left: int) -> None:
+            give_back(request, end, note(request, lengths), left)
+
+        if self.runtime.admitter:
+            give_back, cutter._give_back = cutter._give_back, watched_give_back
+        else:
+            judge = cutter._judge
+            cutter._judge = lambda request, cut: note(request, judge(request, cut))
+
+        def watched_ready(request: Any, *given: Any) -> None:
+            ready(request, *given)
             (name,) = [name for name, live in self.runtime.live.items() if live is request]
             stays = kept_positions(self.runtime.tables, request.slot)
             pairs = zip(survivors[request.slot], stays, strict=True)
             self.hosted[name] = [sorted(set(all_of) - set(some)) for all_of, some in pairs]
 
-        cutter._judge, cutter.selector.ready = watched_judge, watched_ready
+        selector.ready = watched_ready
 
     def seen(self, answer: Answer) -> tuple[list[Snapshot], Stored]:
         snapshots, stored = super().seen(answer)
@@ -130,7 +139,9 @@ class WatchHosted(WatchStored):
         return [[of_head(layer, head) for head in range(heads)] for layer in range(len(snapshot.kept))]
 
 
-def check_hosted(reference: Reference, rule: Hosted, prompt: list[int], answer: Answer, watch: WatchHosted) -> Replay:
+def check_hosted(
+    reference: Reference, rule: Hosted | WGKVYakv, prompt: list[int], answer: Answer, watch: WatchHosted
+) -> Replay:
     """As `check_steps`; and what was kept and hosted at the prompt's end."""
     snapshots, stored = watch.seen(answer)
     replay = check_steps(reference, rule, prompt, answer, snapshots, stored)
@@ -146,6 +157,7 @@ def check_hosted(reference: Reference, rule: Hosted, prompt: list[int], answer: 
     for layer, heads in enumerate(survivors):
         for head, theirs in enumerate(heads):
             stays = set(theirs) - set(hosted[layer][head])
-            newest = hosted[layer][head][-rule.selected(complete.length) :]
+            there = hosted[layer][head]
+            newest = there[len(there) - replay.watcher.rule.count(len(there)) :]
             assert complete.kept[layer][head] == sorted(stays | set(newest))
     return replay

@@ -69,7 +69,7 @@ class Rows:
             room.fill_(torch.nan)
         for room in (lines._chosen, lines._fresh, lines.fetches, lines.count):
             room.fill_(-7)
-        lines.lay_out(self.layouts, len(self.slots))
+        lines.lay_out(self.layouts, self.numbers().to(self.device))
         return lines
 
     def wanted(self, row: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:

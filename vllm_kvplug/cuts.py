@@ -141,7 +141,8 @@ class AdmissionCuts(Cuts):
     """Of a request whose heads store what a gate lets through, behind a local window of `window` tokens.
 
     What is stored after a cut is an upper bound: of the tokens that have left the window, heads together keep at most
-    `share`, and at most `budget` each on average if that is given, beside those that are protected.
+    `share`, or each of them if their allocation is uniform, and at most `budget` each on average if that is given,
+    beside those that are protected.
     """
 
     budget: int | None = None
@@ -155,7 +156,17 @@ class AdmissionCuts(Cuts):
     def capped(self, cut: int, heads: int) -> int:
         """Most tokens that the cap leaves `heads` heads together beside their windows, after a cut."""
         left, safe = max(cut - self.window, 0), self._safe(cut)
+        if self.allocation == "uniform":
+            return (safe + int(self.share * (left - safe))) * heads
         return safe * heads + int(self.share * (left - safe) * heads)
+
+    def guaranteed(self) -> int:
+        """How many tokens of a complete prompt the cap leaves every head, beside its window and protected ones."""
+        return self.capped(self.prefill_end, 1) - self._safe(self.prefill_end)
+
+    def stay(self) -> int:
+        """How many tokens of a complete prompt are in every head's window, or have left it and are protected."""
+        return min(self.prefill_end, self.window) + self._safe(self.prefill_end)
 
     def _safe(self, cut: int) -> int:
         """How many tokens that have left the window are protected."""

@@ -265,8 +265,8 @@ def scoring_bytes(head_dim: int) -> int:
 
 def _judged_tokens(cuts: Cuts, most: int) -> int:
     """A prompt's cut looks at what came in since the last one's window; an answer's, or a cap, at everything."""
-    uncapped = isinstance(cuts, AdmissionCuts) and not cuts.bounded
-    return min(cuts.every + cuts.window, most) if uncapped or not cuts.decode else most
+    everything = cuts.bounded if isinstance(cuts, AdmissionCuts) else cuts.decode
+    return most if everything else min(cuts.every + cuts.window, most)
 
 
 def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
@@ -274,7 +274,7 @@ def selecting_table_bytes(policy: Policy[Any], geometry: Geometry) -> int:
     if not isinstance(policy, FromHost):
         return 0
     lists = ceil_div(geometry.max_tokens, policy.landmark_pages.tokens), ceil_div(geometry.max_tokens, HOST_SLOT)
-    return (geometry.max_requests + 1) * (4 + sum(lists)) * 8
+    return (geometry.max_requests + 1) * (4 * geometry.heads + sum(lists)) * 8
 
 
 def selecting_bytes(policy: Policy[Any], geometry: Geometry, in_lines: bool) -> int:
@@ -332,16 +332,16 @@ def line_bytes(policy: Policy[Any], geometry: Geometry, rows: int) -> int:
     """On CUDA, for every row of a step that selects: numbers and tables, and room for the selection itself."""
     if not (policy.selects and rows):
         return 0
-    g, numbers = geometry, 6 * (rows + 1) + 1
+    g = geometry
     if policy.page_selection is not None:
         longest = ceil_div(g.max_tokens, PAGE)
-        own = rows * g.kv_heads * (ceil_div(longest, CHUNK) + CHUNK + 2)
+        own = 6 * (rows + 1) + 1 + rows * g.kv_heads * (ceil_div(longest, CHUNK) + CHUNK + 2)
         if policy.local is not None:  # heads are unlike: what they have does not follow from blocks
             own += rows * g.kv_heads * longest * 3
     else:
         sums = 2 * max(rows * g.kv_heads, RADIX_PARTS) * (g.query_heads // g.kv_heads)
-        own = rows * g.query_heads * g.head_dim + sums
-    return 4 * (numbers + own) + radix_bytes(g, rows)
+        own = 4 * ceil_div(rows, 4) * 4 * g.heads + 2 * (rows + 1) + 1 + rows * g.query_heads * g.head_dim + sums
+    return 4 * own + radix_bytes(g, rows)
 
 
 def line_bytes_per_block(policy: Policy[Any], geometry: Geometry) -> int:

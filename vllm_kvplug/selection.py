@@ -1,17 +1,20 @@
 """What a policy says that selects tokens anew in every decode step, and the page plan of its requests.
 
 Such a request holds its prompt densely while it is computed. Then its heads keep what they always attend to, room for
-the tokens that they select, and landmarks, in whole blocks of their own. Pure integers, shared by scheduler and worker.
+the tokens that they select, and landmarks, in whole blocks of their own. Integers, shared by scheduler and worker.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+import torch
 
 from vllm_kvplug.config import share_of
-from vllm_kvplug.cuts import Cuts
+from vllm_kvplug.cuts import AdmissionCuts, Cuts
 from vllm_kvplug.plan import Kept, PagePlan, SharedPlan, ceil_div
 from vllm_kvplug.shape import PAGE, ModelShape
 from vllm_kvplug.tiers.codecs import CodecName
@@ -49,7 +52,9 @@ class Layout:
 
     stays: disjoint ranges of the tokens that every query attends to, ascending; the last `local` ones end them.
     selected: how many tokens are selected. landmarks: so many of the prompt's first tokens have one, or of those that
-    its cuts have left to the host. token_blocks, landmark_blocks: the blocks that both take, in this order.
+    its cuts have left to the host. token_blocks, landmark_blocks: the blocks that both take, in this order. ahead: so
+    many more tokens stay, which have no landmarks. Where heads have unlike numbers of landmarks, and so of selected
+    tokens, these are the most that any may have.
     """
 
     stays: Ranges
@@ -57,11 +62,12 @@ class Layout:
     landmarks: int
     token_blocks: int
     landmark_blocks: int
+    ahead: int = 0
 
     @property
     def stay(self) -> int:
         """How many tokens stay."""
-        return sum(end - start for start, end in self.stays)
+        return self.ahead + sum(end - start for start, end in self.stays)
 
     @property
     def excluded(self) -> int:
@@ -161,3 +167,48 @@ class HostedPlan(SharedPlan):
     def _blocks_at(self, prefill_end: int, n: int) -> int:
         layout = self.layout(prefill_end) if n > prefill_end else None
         return super()._blocks_at(prefill_end, n) + (layout.landmark_blocks if layout else 0)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How many tokens a head selects of those that it has on the host: a `share`, within the bounds `least` and `most`.
+
+    The device computes it too, in integers of 64 bits: the share is taken in millionths.
+    """
+
+    share: float
+    least: int
+    most: int | None
+
+    @cached_property
+    def _ratio(self) -> tuple[int, int]:
+        return Fraction(str(self.share)).limit_denominator(1_000_000).as_integer_ratio()
+
+    def of(self, hosted: int) -> int:
+        (part, whole), most = self._ratio, hosted if self.most is None else self.most
+        return min(max(hosted * part // whole, self.least), most, hosted)
+
+    def of_heads(self, hosted: torch.Tensor) -> torch.Tensor:
+        """As `of`, of every head: int64."""
+        part, whole = self._ratio
+        return torch.minimum((hosted * part // whole).clamp(self.least, self.most), hosted)
+
+
+class AdmittedPlan(HostedPlan):
+    """Blocks of a request whose heads store what a gate admits, and whose admitted tokens go to the host.
+
+    That is when the prompt is complete, and its window stays, and so does what is protected. How many tokens a head has
+    admitted is known to the device alone, up to its cap (`AdmissionCuts`), for which landmarks and host slots are
+    counted.
+    """
+
+    def __init__(
+        self, shape: ModelShape, cuts_of: Callable[[int], AdmissionCuts], chosen: Chosen, tokens_per_page: int
+    ):
+        super().__init__(shape, cuts_of, lambda n: chosen.of(cuts_of(n).guaranteed()), tokens_per_page)
+        self.chosen = chosen
+
+    def _layout(self, prefill_end: int) -> Layout | None:
+        layout, cuts = super()._layout(prefill_end), self.cuts_of(prefill_end)
+        assert isinstance(cuts, AdmissionCuts)
+        return layout and replace(layout, ahead=cuts.stay())

@@ -7,7 +7,7 @@ from typing import Any
 
 Messages = list[dict[str, str]]
 
-WITHOUT_CONTEXT_END = ("streaming", "wgkv", "wgkv+quest", "wgkv+snapkv")
+WITHOUT_CONTEXT_END = ("streaming", "wgkv", "wgkv+quest", "wgkv+snapkv", "wgkv+yakv")
 """Policies that treat a context as they treat a question, and so have no option to tell one from the other."""
 
 

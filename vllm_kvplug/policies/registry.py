@@ -33,6 +33,7 @@ BUILT_IN = {
     "wgkv": "vllm_kvplug.policies.wgkv:WGKV",
     "wgkv+quest": "vllm_kvplug.policies.wgkv_quest:WGKVQuest",
     "wgkv+snapkv": "vllm_kvplug.policies.wgkv_snapkv:WGKVSnapKV",
+    "wgkv+yakv": "vllm_kvplug.policies.wgkv_yakv:WGKVYakv",
     "yakv": "vllm_kvplug.policies.yakv:Yakv",
 }
 """A name with a + is a policy whose slots are filled by two, such as one for admission and one for selection."""

@@ -111,7 +111,7 @@ class Admitter(Cutter):
         if end - start == 1 and cuts.protects(start):  # a chunk of one token, scored like an answer's
             index = torch.full((self.geometry.heads, 1), start % self.local.tokens, device=self.tables.lengths.device)
             self.tables.scores.view(-1)[self._locate(request, index)] = torch.inf
-        if end - start == 1 and not cuts.bounded:
+        if end - start == 1 and not cuts.bounded and not self._parts(request, end):
             return
         lengths = self.tables.lengths[request.slot].long()
         if end - start > 1:
@@ -119,12 +119,18 @@ class Admitter(Cutter):
         before, after = plan.held(prompt, end)
         cut = cuts.next(end - 1) == end
         if cut and cuts.share < 1:
-            lengths = self._limit(request, end, lengths, cuts.capped(end, self.geometry.heads))
+            lengths = self._limit(request, end, lengths, cuts)
         if cut and cuts.budget is not None:
             lengths = self._evict(request, end, lengths, cuts.budget)
-        entries = plan.row_entries(prompt, end)
-        pages = self.tables.shrink(request.slot, request.row, lengths, entries, after if cut else before, end)
-        self.pool.copy_pages(*pages)
+        self._give_back(request, end, lengths, after if cut else before)
+
+    def _parts(self, request: LiveRequest, end: int) -> bool:
+        """Whether what was admitted goes elsewhere when the request has come to `end` tokens."""
+        return False
+
+    def _give_back(self, request: LiveRequest, end: int, lengths: torch.Tensor, left: int) -> None:
+        """Give back all but `left` blocks of a request whose heads now have these lengths."""
+        self._pack(request, end, lengths, left)
         if self.selector:
             self.selector.renew(request.slot, end)
 
@@ -144,14 +150,17 @@ class Admitter(Cutter):
         self._move(torch.where(moves, where, -1), torch.where(moves, target, -1))
         return behind[:, 0] - ring + new_ring + keep.sum(1)
 
-    def _limit(self, request: LiveRequest, end: int, lengths: torch.Tensor, most: int) -> torch.Tensor:
-        """Drop the lowest scores of what was admitted until heads together store `most` such tokens. New lengths."""
+    def _limit(self, request: LiveRequest, end: int, lengths: torch.Tensor, cuts: AdmissionCuts) -> torch.Tensor:
+        """Drop the lowest scores of what was admitted until heads together, or each of them, store no more such tokens
+        than the cap allows. New lengths.
+        """
         ring = min(end, self.local.tokens)
         if end == ring:
             return lengths
         where, there, first = self._behind_ring(request, end, lengths)
         scores = self._scores(where).masked_fill_(first, torch.inf).masked_fill_(~there, -torch.inf)
-        keep = top_shared(scores, even_parts(most, 1, scores.device)) & there
+        most, groups = cuts.capped(end, len(scores)), len(scores) if cuts.allocation == "uniform" else 1
+        keep = top_shared(scores, even_parts(most, groups, scores.device)) & there
         return ring + self._compact(where, keep)
 
     def _evict(self, request: LiveRequest, end: int, lengths: torch.Tensor, budget: int) -> torch.Tensor:
@@ -161,8 +170,8 @@ class Admitter(Cutter):
         ring, heads = min(end, self.local.tokens), self.geometry.heads
         if end - ring <= budget:  # also in the head that stores most
             return lengths
-        where, there, first = self._behind_ring(request, end, lengths)
-        safe = there & (first | (self.tables.scores.view(-1)[where] == torch.inf))  # what a request protects
+        where, there, _ = self._behind_ring(request, end, lengths)
+        safe = there & self._stay(where)
         counts = (there & ~safe).sum(1)
         total = counts.sum()
         fewer = counts * (9 * budget * heads) // (10 * total).clamp_min(1)
@@ -170,6 +179,11 @@ class Admitter(Cutter):
         scores = self._scored_now(request, end, where, there.sum(1))
         scores = scores.masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
         return ring + self._compact(where, top_shared(scores, kept) & there)
+
+    def _stay(self, stored: torch.Tensor) -> torch.Tensor:
+        """Which tokens outside of the window no one may drop: the first ones, and what a request protects."""
+        position, scores = self.tables.positions.view(-1)[stored], self.tables.scores.view(-1)[stored]
+        return (position < self.local.sinks) | (scores == torch.inf)
 
     def _behind_ring(
         self, request: LiveRequest, end: int, lengths: torch.Tensor

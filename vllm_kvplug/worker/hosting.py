@@ -4,6 +4,10 @@ While the prompt comes in, cuts keep what is to survive on either side. At its e
 the same number in each, go to the host. From then on a head stores first the tokens that it selects of those, at the
 same places as all others, then what stays, which is ragged, and then what is decoded.
 
+Behind a gate on admission all that was admitted goes there, but for what must stay, and heads have unlike many tokens
+on the host: fewer than they are given room for. A head stores its ring, what must stay, the tokens that it selects, and
+what is promoted while the request decodes.
+
 A token on the host is known by its number there, among its head's in order of position, and not by its position: so
 host slots and landmarks have no gaps. Keys therefore lie there as they are after RoPE, and come back without being
 turned. A quantiser that turns whole rows itself, as HIGGS does, errs by as much for either.
@@ -11,18 +15,23 @@ turned. A quantiser that turns whole rows itself, as HIGGS does, errs by as much
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_kvplug.components.allocators import top_shared
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.placement.pool import PagePool
 from vllm_kvplug.placement.tables import PageTables
+from vllm_kvplug.policies.base import Gate, LocalWindow
 from vllm_kvplug.policies.from_host import FromHost
 from vllm_kvplug.rotary import Rotary
-from vllm_kvplug.selection import HostedPlan
+from vllm_kvplug.selection import AdmittedPlan, HostedPlan
 from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
+from vllm_kvplug.worker.admission import Admitter
 from vllm_kvplug.worker.cuts import Cutter
+from vllm_kvplug.worker.recent import RecentQueries
 from vllm_kvplug.worker.requests import LiveRequest
 from vllm_kvplug.worker.selection import TokenSelector
 
@@ -64,11 +73,33 @@ class HostedSelector(TokenSelector):
         self.host.write(own * self.geometry.heads + heads[:, None], 0, self.host.codec.encode(key, value))
         return self.landmarks.encode(key)
 
-    def ready(self, request: LiveRequest, blocks: torch.Tensor) -> None:
-        """Tokens are on the host, and their landmarks in `blocks`; the newest are selected before any query does."""
+    def landmark_blocks(self, request: LiveRequest) -> torch.Tensor:
+        """Those that landmarks will take once pages are packed, int64; before they are."""
+        assert request.selected is not None and request.row is not None
+        layout, end = request.selected.layout, request.prefill_end
+        blocks = self.tables.blocks_of(request.slot, request.row, request.plan.row_entries(end, end))
+        return blocks[layout.token_blocks :][: layout.landmark_blocks]
+
+    def ready(
+        self,
+        request: LiveRequest,
+        blocks: torch.Tensor,
+        landmarks: Sequence[torch.Tensor],
+        hosted: torch.Tensor,
+        selected: torch.Tensor,
+    ) -> None:
+        """Tokens are on the host, and pages are packed: landmarks, by layer as from `receive`, go to `blocks`.
+
+        hosted, selected: int64 [heads], how many tokens of a head are on the host, and how many a query selects of
+        these. The newest are selected before any query does.
+        """
         assert request.selected is not None
-        layout = request.selected.layout
-        self._ready(request, blocks, torch.arange(layout.landmarks, device=blocks.device)[-layout.selected :])
+        for heads, pages in zip(self._heads.split(self.geometry.kv_heads), landmarks, strict=True):
+            self.pool.bytes[blocks * self.geometry.heads + heads[:, None]] = pages
+        layout, index = request.selected.layout, torch.arange(request.selected.layout.selected, device=blocks.device)
+        stay, excluded = torch.full_like(hosted, layout.stay), torch.zeros_like(hosted)
+        newest = torch.where(index < selected[:, None], (hosted - selected)[:, None] + index, -1)
+        self._ready(request, blocks, torch.stack([stay, selected, hosted, excluded], 1), newest)
 
 
 class HostingCutter(Cutter):
@@ -88,12 +119,10 @@ class HostingCutter(Cutter):
         stays = survivors - layout.landmarks
         # Where they will lie is not known before pages are packed, and packing reads what stays.
         landmarks = [self._part(request, layer, stays) for layer in range(g.layers)]
-        blocks = self.tables.blocks_of(request.slot, request.row, request.plan.row_entries(cut, cut))
-        blocks = blocks[layout.token_blocks :][: layout.landmark_blocks]
+        blocks = self.selector.landmark_blocks(request)
         self._pack(request, cut, stays + layout.selected, layout.token_blocks)
-        for heads, pages in zip(self._heads.split(g.kv_heads), landmarks, strict=True):
-            self.pool.bytes[blocks * g.heads + heads[:, None]] = pages
-        self.selector.ready(request, blocks)
+        hosted, selected = (torch.full_like(stays, count) for count in (layout.landmarks, layout.selected))
+        self.selector.ready(request, blocks, landmarks, hosted, selected)
 
     def _part(self, request: LiveRequest, layer: int, stays: torch.Tensor) -> torch.Tensor:
         """Part a layer's survivors; returns pages of landmarks of those on the host, uint8 [KV heads, pages, bytes].
@@ -126,3 +155,56 @@ class HostingCutter(Cutter):
         for start, end in cuts.protect:
             safe |= (position >= start) & (position < end)
         return self._scores(stored).masked_fill_(safe, torch.inf).masked_fill_(~there, -torch.inf)
+
+
+class HostingAdmitter(Admitter):
+    """Admits, and when a prompt is complete gives the selector what was admitted of it and has left the window."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        pool: PagePool,
+        tables: PageTables,
+        local: LocalWindow,
+        gate: Gate,
+        recent: RecentQueries,
+        hosted: HostedSelector,
+    ):
+        super().__init__(geometry, pool, tables, local, gate, recent)
+        self.hosted = hosted
+
+    def _parts(self, request: LiveRequest, end: int) -> bool:
+        return request.selected is not None and end == request.prefill_end
+
+    def _give_back(self, request: LiveRequest, end: int, lengths: torch.Tensor, left: int) -> None:
+        if not self._parts(request, end):
+            super()._give_back(request, end, lengths, left)
+            return
+        assert request.selected is not None and isinstance(request.plan, AdmittedPlan)
+        layout = request.selected.layout
+        hosted = lengths - layout.stay
+        selected = request.plan.chosen.of_heads(hosted)
+        landmarks = [self._part(request, layer, lengths) for layer in range(self.geometry.layers)]
+        blocks = self.hosted.landmark_blocks(request)
+        self._pack(request, end, layout.stay + selected, layout.token_blocks)
+        self.hosted.ready(request, blocks, landmarks, hosted, selected)
+
+    def _part(self, request: LiveRequest, layer: int, lengths: torch.Tensor) -> torch.Tensor:
+        """Send a layer's admitted tokens to the host, and what must stay of them to the front of the others; returns
+        pages of landmarks, uint8 [KV heads, pages, bytes].
+
+        Heads that have admitted fewer tokens than they have room for fill that up with their last.
+        """
+        assert request.selected is not None
+        layout, kv_heads, device = request.selected.layout, self.geometry.kv_heads, lengths.device
+        heads = torch.arange(layer * kv_heads, (layer + 1) * kv_heads, device=device)[:, None]
+        index = torch.arange(self.local.tokens, request.prefill_end, device=device)
+        there = index < lengths[heads]
+        stored = self.tables.locate(request.slot, heads, torch.minimum(index, lengths[heads] - 1))
+        stays = self._stay(stored) & there
+        order = torch.where(stays, 0, torch.where(there, 1, 2)).sort(dim=1, stable=True).indices
+        stay = layout.stay - self.local.tokens
+        stored, front = stored.gather(1, order), self.tables.locate(request.slot, heads, index[:stay])
+        landmarks = self.hosted.receive(request, layer, *self.pool.gather(stored[:, stay:][:, : layout.landmarks]))
+        self._move(stored[:, :stay], front)
+        return landmarks

@@ -27,7 +27,7 @@ from vllm_kvplug.worker.admission import Admitter, protected_tokens
 from vllm_kvplug.worker.cuts import Cutter
 from vllm_kvplug.worker.drift import PivotQueries
 from vllm_kvplug.worker.flash import FlashPlan
-from vllm_kvplug.worker.hosting import HostedSelector, HostingCutter
+from vllm_kvplug.worker.hosting import HostedSelector, HostingAdmitter, HostingCutter
 from vllm_kvplug.worker.page_selection import PageSelector
 from vllm_kvplug.worker.prompt_end import PromptEnd, QueryWindows
 from vllm_kvplug.worker.recent import RecentQueries
@@ -123,18 +123,21 @@ class Runtime:
         if pages:
             self.page_selector = PageSelector(pages.dense_layers, *rooms, self.max_rows, pages.local_pages)
         self.cutter = Cutter(*rooms, self.recent) if local is None else None
-        self.admitter = None
-        if local is not None and self.gate is not None:
-            self.admitter = Admitter(*rooms, local, self.gate, self.recent, self.page_selector)
+        self.admitter: Admitter | None = None
         pin, capacity = self.device.type == "cuda", self.policy.host_capacity(g.dtype.itemsize)
         if isinstance(self.policy, FromHost):
             codec = Codec(self.policy.codec(), g.head_dim, g.dtype)
             where = self.pool, self.tables, HostPool(capacity, codec, pin, g.heads), Lane(self.device)
-            if self.policy.shares_budget:
-                self.selector = HostedSelector(self.policy, g, *where, self.max_rows)
-                self.cutter = HostingCutter(*rooms, self.selector)
+            kind = HostedSelector if self.policy.shares_budget else TokenSelector
+            self.selector = kind(self.policy, g, *where, self.max_rows)
+        if isinstance(self.selector, HostedSelector) and local is None:
+            self.cutter = HostingCutter(*rooms, self.selector)
+        if local is not None and self.gate is not None:
+            given = *rooms, local, self.gate, self.recent
+            if isinstance(self.selector, HostedSelector):
+                self.admitter = HostingAdmitter(*given, self.selector)
             else:
-                self.selector = TokenSelector(self.policy, g, *where, self.max_rows)
+                self.admitter = Admitter(*given, self.page_selector)
         if self.policy.retrieval and self.pivots:
             codec = Codec(self.policy.retrieval.codec, g.head_dim, g.dtype)
             host = HostPool(capacity, codec, pin)

@@ -42,7 +42,7 @@ class Widths:
 class TokenSelector:
     """Selection of one rank. By request slot, with a spare last entry for padding rows that selects nothing:
 
-    layouts: int64 [slots + 1, 4], tokens that stay, selected tokens, landmarks, excluded ones. blocks: int64
+    layouts: int64 [slots + 1, heads, 4], tokens that stay, selected tokens, landmarks, excluded ones. blocks: int64
     [slots + 1, n], the blocks of landmarks, page j of head h in place h of block j. host_slots: int64 [slots + 1, n].
     base: page tables have this plus a token's number on the host for its position. Where prompts lie there whole,
     numbers are positions, and it is 0.
@@ -68,7 +68,7 @@ class TokenSelector:
         device = tables.lengths.device
         self.rotary = Rotary(torch.tensor(policy.shape.rotary, device=device), 1.0)
         rows = geometry.max_requests + 1
-        self.layouts = torch.zeros((rows, 4), dtype=torch.int64, device=device)
+        self.layouts = torch.zeros((rows, geometry.heads, 4), dtype=torch.int64, device=device)
         most = ceil_div(geometry.max_tokens, self.landmarks.tokens), ceil_div(geometry.max_tokens, HOST_SLOT)
         self.blocks, self.host_slots = (torch.zeros((rows, n), dtype=torch.int64, device=device) for n in most)
         self._grid = load_grid(HIGGS_BITS, device) if host.codec.name == "higgs4" else None
@@ -157,22 +157,24 @@ class TokenSelector:
         assert request.selected.stored is not None
         request.selected.stored.join()
         first = upload(open_to.nonzero()[-layout.selected :, 0], self._heads.device)  # those next to the local window
-        self._ready(request, blocks, first)
+        numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
+        self._ready(request, blocks, upload(numbers, self._heads.device), first)
 
-    def _ready(self, request: LiveRequest, blocks: torch.Tensor, first: torch.Tensor) -> None:
+    def _ready(self, request: LiveRequest, blocks: torch.Tensor, numbers: torch.Tensor, first: torch.Tensor) -> None:
         """From now on the request selects, from what is stored on the host.
 
-        blocks: of its landmarks, int64 on the device. first: the tokens that all heads select before any query does.
+        blocks: of its landmarks, int64 on the device. numbers: its entry of `layouts`, int64 [heads, 4], or [4] for all
+        heads. first: the tokens that they select before any query does, int64 [heads, selected], or [selected]; -1
+        behind those of a head that selects fewer.
         """
         assert request.selected is not None
         layout, slot = request.selected.layout, request.slot
-        numbers = torch.tensor([layout.stay, layout.selected, layout.landmarks, layout.excluded])
-        self.layouts[slot] = upload(numbers, self._heads.device)
+        self.layouts[slot] = numbers
         self.blocks[slot, : len(blocks)] = blocks
         places = torch.arange(layout.stay, layout.kept, device=first.device)
         where = self.tables.locate(slot, self._heads[:, None], places)
-        slots, everywhere = torch.full((1,), slot, device=first.device), torch.ones_like(where, dtype=torch.bool)
-        self._fetch(slots, self._heads, first.expand_as(where)[None], where[None], everywhere[None])
+        slots, first = torch.full((1,), slot, device=first.device), first.expand_as(where)
+        self._fetch(slots, self._heads, first[None], where[None], first[None] >= 0)
 
     # ---- decode
 
@@ -180,7 +182,8 @@ class TokenSelector:
         """The requests of a step's decode rows, None for those that do not select yet; padding rows follow."""
         layouts = [row.selected.layout if row and row.selected else None for row in rows]
         if self.lines is not None:
-            self.lines.lay_out(layouts, decode_rows)
+            slots = [row.slot if row and row.selected else -1 for row in rows] + [-1] * (decode_rows - len(rows))
+            self.lines.lay_out(layouts, self.layouts[upload(slots, self._heads.device)])
             return
         there = [layout for layout in layouts if layout is not None]
         pages = max((layout.landmark_blocks for layout in there), default=0)
@@ -214,24 +217,25 @@ class TokenSelector:
     def _select(self, slots: torch.Tensor, layer: int, query: torch.Tensor) -> None:
         g, width = self.geometry, self._widths
         heads = self._heads[layer * g.kv_heads : (layer + 1) * g.kv_heads]
-        stay, selected, landmarks, excluded = (n[:, None, None] for n in self.layouts[slots].unbind(1))
+        of_heads = self.layouts[slots[:, None], heads]  # [rows, KV heads, 4]
+        stay, selected, landmarks, excluded = (n[..., None] for n in of_heads.unbind(-1))
         blocks = self.blocks[slots, : width.pages]
         pages = blocks[:, None] * g.heads + heads[:, None]  # [rows, KV heads, pages]
         scores = self.landmarks.score(query.unflatten(1, (g.kv_heads, -1)), self.pool.bytes, pages) * g.scale
         tokens = scores.shape[-1]
-        there = torch.arange(tokens, device=query.device) < landmarks  # [rows, 1, tokens]
-        weights = group_attention(scores, there.expand(-1, g.kv_heads, -1))
+        there = torch.arange(tokens, device=query.device) < landmarks  # [rows, KV heads, tokens]
+        weights = group_attention(scores, there)
         # What stays anyway, and what is not there, comes behind everything else.
         ranks = torch.where(there, weights, -1.0)
         if width.excluded:
             index = torch.arange(width.excluded, device=query.device).expand(len(slots), 1, -1)
             known = self.tables.positions.view(-1)[self.tables.locate(slots[:, None, None], heads[:1, None], index)]
-            column = torch.where(index < excluded, known.long(), tokens).expand(-1, g.kv_heads, -1)
+            column = torch.where(index < excluded, known.long(), tokens)
             ranks = torch.nn.functional.pad(ranks, (0, 1)).scatter(-1, column, -1.0)[..., :tokens]
         wanted = best(ranks, width.selected)
 
         index = torch.arange(width.selected, device=query.device)
-        on = (index < selected).expand_as(wanted)
+        on = index < selected
         where = self.tables.locate(slots[:, None, None], heads[:, None], stay + index)
         held = self.tables.positions.view(-1)[torch.where(on, where, 0)].long() - self.base
         position, misses = replace_misses(wanted, held, on, tokens)

@@ -26,9 +26,11 @@ from vllm_kvplug.worker.requests import upload
 class SelectedLines:
     """Room for one layer's selection, which all layers share, and what the rows of a step select from.
 
-    _numbers: int32 [6, rows + 1], of each row its landmarks, selected tokens, tokens that stay, and excluded ones, 0
-    where nothing is selected; and where its pages of landmarks and of selected tokens begin. fetches: int64 [3, n], row
-    on the host, position and token slot of what must be fetched, of which there are `count`, int32 [1].
+    _numbers: int32 [4, layers, rows, KV heads], tokens that stay, selected tokens, landmarks, and excluded ones, 0
+    where nothing is selected; there are as many rows as let every layer's begin at a multiple of 16 bytes, since
+    kernels are compiled for that. _starts: int32 [2, rows + 1], where a row's pages of landmarks begin, and of selected
+    tokens. fetches: int64 [3, n], row on the host, position and token slot of what must be fetched, of which there are
+    `count`, int32 [1].
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class SelectedLines:
         self.group, self.longest = g.query_heads // g.kv_heads, g.max_tokens
         scored = landmarks.tokens * g.kv_heads * min(max_rows * ceil_div(self.longest, landmarks.tokens), blocks)
         listed = PAGE * g.kv_heads * min(max_rows * ceil_div(self.longest, PAGE), blocks)
-        self._numbers = torch.zeros((6, max_rows + 1), dtype=torch.int32, device=device)
+        numbers = 4, g.layers, ceil_div(max_rows, 4) * 4, g.kv_heads
+        self._numbers = torch.zeros(numbers, dtype=torch.int32, device=device)
+        self._starts = torch.zeros((2, max_rows + 1), dtype=torch.int32, device=device)
         self._scores = torch.zeros(scored * self.group, device=device)
         self._weights = torch.zeros(scored, device=device)
         self._turned = torch.zeros((max_rows, g.query_heads, g.head_dim), device=device)
@@ -62,15 +66,16 @@ class SelectedLines:
         coarse, fine = load_grid(4, device), load_grid(1 if name == "residual" else 2, device)
         self._grids = words_of(coarse), words_of(fine)
 
-    def lay_out(self, layouts: Sequence[Layout | None], rows: int) -> None:
-        """The rows of a step; those behind `layouts` are padding."""
-        known = [(n.landmarks, n.selected, n.stay, n.excluded) if n else (0, 0, 0, 0) for n in layouts]
-        known += [(0, 0, 0, 0)] * (rows + 1 - len(known))
-        pages = (ceil_div(landmarks, self.landmarks.tokens) for landmarks, *_ in known[:-1])
-        lists = (ceil_div(selected, PAGE) for _, selected, *_ in known[:-1])
+    def lay_out(self, layouts: Sequence[Layout | None], numbers: torch.Tensor) -> None:
+        """The rows of a step; those behind `layouts` are padding. numbers: int64 [rows, heads, 4], of each row its
+        entry of `TokenSelector.layouts`.
+        """
+        rows = len(numbers)
+        pages = [n.landmark_blocks if n else 0 for n in layouts] + [0] * (rows - len(layouts))
+        lists = [ceil_div(n.selected, PAGE) if n else 0 for n in layouts] + [0] * (rows - len(layouts))
         starts = [[*accumulate(of_rows, initial=0)] for of_rows in (pages, lists)]
-        numbers = torch.cat([torch.tensor(known).T, torch.tensor(starts)])
-        self._numbers[:, : rows + 1] = upload(numbers, self._numbers.device)
+        self._starts[:, : rows + 1] = upload(torch.tensor(starts), self._starts.device)
+        self._numbers[:, :, :rows] = numbers.unflatten(1, (self.geometry.layers, -1)).permute(3, 1, 0, 2)
 
     def choose(
         self,
@@ -90,8 +95,8 @@ class SelectedLines:
         from vllm_kvplug.kernels.token_selection import group_weights, misses
 
         g, rows, tokens = self.geometry, len(row_slot), self.landmarks.tokens
-        landmarks, selected, stay, excluded = self._numbers[:4, :rows]
-        starts, list_starts = self._numbers[4:, : rows + 1]
+        stay, selected, landmarks, excluded = self._numbers[:, layer, :rows]
+        starts, list_starts = self._starts[:, : rows + 1]
         heads = layer * g.kv_heads, g.kv_heads, g.heads
         parts = parts_of_scores(rows, g.kv_heads, self.longest)
         sums = self._sums[: rows * g.kv_heads * parts * self.group * 2].view(-1, parts, self.group, 2)
@@ -100,8 +105,7 @@ class SelectedLines:
         landmark_scores(self._scores, sums, query, self._turned[:rows], *pages, *of_rows)
         given = self._scores, sums, landmarks, excluded, starts, row_slot, self.tables, heads, tokens
         group_weights(self._weights, *given, self.longest)
-        of_heads = (n[:, None].expand(-1, g.kv_heads) for n in (landmarks, selected))
-        self._top.choose(self._chosen, list_starts, PAGE, self._weights, starts, tokens, *of_heads)
+        self._top.choose(self._chosen, list_starts, PAGE, self._weights, starts, tokens, landmarks, selected)
         self.count.zero_()
         lists = (*self.fetches, self.count), self._fresh, self._weights, self._chosen, (landmarks, selected, stay)
         misses(*lists, starts, list_starts, row_slot, host_slots, self.tables, heads, tokens, base)
