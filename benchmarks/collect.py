@@ -2,7 +2,8 @@
 
     python -m benchmarks.collect NAME PART.json ... [--out FILE]
 
-Metrics are merged; each part keeps its command, commit, versions and machine in `rows`.
+Metrics are merged; each part keeps its command, commit, versions and machine in `rows`. A part that is itself one of
+the committed result files keeps its own rows there.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
+
+
+def read(path: Path) -> dict[str, Any]:
+    part = json.loads(path.read_text())
+    return part | {"rows": [], "rows_in": path.name} if path.resolve().parent == report.RESULTS.resolve() else part
 
 
 def main() -> None:
@@ -20,7 +27,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    parts = [json.loads(path.read_text()) for path in args.parts]
+    parts = [read(path) for path in args.parts]
     metrics: dict[str, float] = {}
     for part in parts:
         clash = metrics.keys() & part["metrics"].keys()

@@ -149,7 +149,10 @@ class Turns:
                 time.sleep(0.5)
             fcntl.flock(room, fcntl.LOCK_SH)
             fcntl.flock(turn, fcntl.LOCK_UN)
-            yield
+            try:
+                yield
+            finally:  # an engine's process that was forked meanwhile has the file open too
+                fcntl.flock(room, fcntl.LOCK_UN)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -157,7 +160,11 @@ class Turns:
         with self._open("next") as turn, self._open("room") as room:
             fcntl.flock(turn, fcntl.LOCK_EX)
             fcntl.flock(room, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(room, fcntl.LOCK_UN)
+                fcntl.flock(turn, fcntl.LOCK_UN)
 
     def _open(self, name: str) -> Any:
         return (self._folder / name).open("w")

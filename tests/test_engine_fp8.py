@@ -64,7 +64,8 @@ def assert_same_distributions(logprobs: torch.Tensor, logits: torch.Tensor) -> N
     """Those of an engine [steps, vocabulary], and the reference's, up to numbers on the border of two e4m3 ones."""
     errors = (logprobs - logits.log_softmax(-1)).abs()
     worst, typical = errors.max().item(), errors.median().item()
-    assert worst < ON_THE_BORDER and typical < TYPICAL, f"log-probabilities are off by {typical:.2e}, at most {worst:.2e}"
+    off = f"log-probabilities are off by {typical:.2e}, at most {worst:.2e}"
+    assert worst < ON_THE_BORDER and typical < TYPICAL, off
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -64,6 +65,25 @@ def test_turns(tmp_path: Path):
     for thread in threads:
         thread.join(20)
     assert set(told[2:4]) == {"a ends", "b ends"} and told[4:] == ["timed", "late", "late ends"]
+
+
+def test_a_process_that_was_forked_meanwhile_holds_nobody_up(tmp_path: Path):
+    """vLLM may fork an engine's process, which then has the lock's file open for as long as it lives."""
+    turns, done = Turns(tmp_path), threading.Event()
+
+    def timed() -> None:
+        with turns.alone():
+            done.set()
+
+    with turns.together():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    try:
+        threading.Thread(target=timed, daemon=True).start()
+        assert done.wait(20)
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_time_per_token_counts_from_the_last_prompt_on():
