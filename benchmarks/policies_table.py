@@ -58,6 +58,12 @@ def _selecting(local: int) -> Callable[[float, int, str], dict[str, Any]]:
     return lambda level, tokens, model: {"ratio": round(level - local / tokens, 4)}
 
 
+def _wgkv_yakv(level: float, tokens: int, model: str) -> dict[str, Any]:
+    """Half of what is beyond the window may be admitted; of that landmarks count, and what is selected."""
+    cap, left = 0.5, (level * tokens - WGKV_WINDOW) / (tokens - WGKV_WINDOW)
+    return {"cap": cap, "ratio": round(min(max(left / cap - LANDMARK, 0.01), 1.0), 4)}
+
+
 KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "duo": _duo,
     "fastkvzip+yakv": _fastkvzip_yakv,
@@ -68,6 +74,7 @@ KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "wgkv": _wgkv,
     "wgkv+quest": lambda level, tokens, model: {"budget_tokens": max(round(level * tokens), WGKV_WINDOW + 16)},
     "wgkv+snapkv": lambda level, tokens, model: {"budget": max(round(level * tokens) - WGKV_WINDOW, 16)},
+    "wgkv+yakv": _wgkv_yakv,
     "yakv": _selecting(64),
 }
 """Knobs for a level at a number of tokens, where they are not just the level as the knob that requests may change."""

@@ -33,8 +33,8 @@ def test_jobs_end_in_any_order_and_fail_alone():
 
 def test_what_has_not_ended_in_time_is_left_out():
     begun = time.monotonic()
-    found = dict(side_by_side([partial(pow, 2, 5), partial(time.sleep, 300), partial(pow, 3, 2)], 2, seconds=20))
-    assert {0, 2} == found.keys() and time.monotonic() - begun < 60
+    found = dict(side_by_side([partial(pow, 2, 5), partial(time.sleep, 300), partial(pow, 3, 2)], 2, seconds=45))
+    assert {0, 2} == found.keys() and time.monotonic() - begun < 120
 
 
 def test_turns(tmp_path: Path):
@@ -200,11 +200,14 @@ def test_knobs_keep_about_the_level(name: str, level: float, tokens: int, monkey
         kept = found.ring.tokens / tokens
     else:
         kept = found.plan().kept_tokens(tokens) / (tokens * shape.heads)
-    if policy == "fastkvzip+yakv":  # landmarks of what is on the host take pages
-        kept += 16 * found.plan().layout(tokens).landmark_blocks / tokens
+    if policy in ("fastkvzip+yakv", "wgkv+yakv"):  # landmarks of what is on the host take pages
+        layout = found.plan().layout(tokens)
+        kept += 16 * layout.landmark_blocks / tokens if layout else 0
     wanted = max(level, profile.smallest_rho if policy == "heterocache" else 0)
     if policy == "duo" and tokens == 1024 and level == 0.25:
         wanted = 384 / 1024  # the ends that all heads keep are more
+    if policy == "wgkv+yakv" and tokens == 1024 and level == 0.25:
+        wanted = 304 / 1024  # the window, the fewest tokens to select, and landmarks
     assert kept == pytest.approx(wanted, abs=0.02)
 
 
