@@ -110,12 +110,10 @@ def test_protected_tokens_stay(
 
 @pytest.mark.parametrize("codec", ["auto", "higgs4"])
 def test_preempted_and_aborted_requests(codec: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
-    """A request that is computed again has more on the host; pool and host tier are both too small."""
+    """A request that is computed again has more on the host; the pool is too small."""
     case = wgkv(tiny_model_dir, codec=codec, ratio=0.2, cap=0.8, every=100)
-    arguments = case.arguments(tiny_model_dir, tmp_path)
-    arguments["kv_policy_config"]["host_gib"] = 0.001
     limits = {"max_model_len": 512, "num_gpu_blocks_override": 48}
-    with tiny_engine(tiny_model_dir, **limits, **arguments) as llm:
+    with tiny_engine(tiny_model_dir, **limits, **case.arguments(tiny_model_dir, tmp_path)) as llm:
         watch = WatchHosted(llm, snapshots=False, integrity=True)
         asks = [Ask(token_ids(230, seed), 140, arrives=seed) for seed in range(6)]
         asks += [Ask(token_ids(200, 9), 100, aborted=step) for step in (1, 20, 60)]

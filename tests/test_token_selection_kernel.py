@@ -24,11 +24,25 @@ LAYER = 1
 
 
 class Rows:
-    """Requests that select, in slots 0, 2, 4 ...: landmarks in pages, held tokens, and where all that lies."""
+    """Requests that select, in slots 0, 2, 4 ...: landmarks in pages, held tokens, and where all that lies.
 
-    def __init__(self, name: str, dim: int, group: int, layouts: list[Layout | None], device: str, base: int = 0):
+    ragged: heads have unlike numbers of landmarks and of selected tokens, up to none; layouts have the largest.
+    counts: of each row and head, landmarks and selected tokens.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        group: int,
+        layouts: list[Layout | None],
+        device: str,
+        base: int = 0,
+        ragged: bool = False,
+    ):
         torch.manual_seed(dim)
         self.layouts, self.device = layouts, device
+        self.counts: dict[tuple[int, int], tuple[int, int]] = {}
         self.geometry = g = Geometry(
             2, 3, 0, 3 * group, dim, torch.float32, dim**-0.5, 2 * ROWS, LONGEST, torch.float32
         )
@@ -44,11 +58,14 @@ class Rows:
             row, free = free[: layout.token_blocks], free[layout.token_blocks :]
             self.tables.extend(2 * i, row.int()[None], 0, layout.kept, 0, 1 << 30)
             stays = torch.tensor([t for a, b in layout.stays for t in range(a, b)])
-            open_to = torch.ones(layout.landmarks, dtype=torch.bool)
-            open_to[stays[stays < layout.landmarks]] = False
             for head in range(6):
-                held = open_to.nonzero()[:, 0][torch.randperm(int(open_to.sum()))[: layout.selected]]
-                where = self.tables.locate(2 * i, head, torch.arange(layout.kept))
+                landmarks = layout.landmarks * (5 - head) // 5 if ragged else layout.landmarks
+                open_to = torch.ones(landmarks, dtype=torch.bool)
+                open_to[stays[stays < landmarks]] = False
+                selected = min(layout.selected, int(open_to.sum()))
+                self.counts[i, head] = landmarks, selected
+                held = open_to.nonzero()[:, 0][torch.randperm(int(open_to.sum()))[:selected]]
+                where = self.tables.locate(2 * i, head, torch.arange(layout.stay + selected))
                 self.tables.set_positions(where, torch.cat([stays, base + held]))
             row, free = free[: layout.landmark_blocks], free[layout.landmark_blocks :]
             self.blocks[2 * i, : len(row)] = row
@@ -58,6 +75,15 @@ class Rows:
         self.query = torch.randn(len(layouts) + 1, 3 * group, dim)
         self.slots = torch.tensor([*range(0, 2 * len(layouts), 2), -1], dtype=torch.int32)
         self.name, self.g = name, g
+
+    def numbers(self) -> torch.Tensor:
+        """Of the rows, and of one for padding: what stays, selected tokens, landmarks, and excluded ones."""
+        numbers = torch.zeros(len(self.slots), 6, 4, dtype=torch.int64)
+        for (i, head), (landmarks, selected) in self.counts.items():
+            layout = self.layouts[i]
+            excluded = sum(max(min(end, landmarks) - start, 0) for start, end in layout.stays)
+            numbers[i, head] = torch.tensor([layout.stay, selected, landmarks, excluded])
+        return numbers
 
     def lines(self) -> SelectedLines:
         """On the device, with everything in it poisoned."""
@@ -72,17 +98,20 @@ class Rows:
         lines.lay_out(self.layouts, self.numbers().to(self.device))
         return lines
 
-    def wanted(self, row: int, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [3, landmarks] and the chosen tokens, ascending, [3, selected], of the layer."""
+    def wanted(self, row: int, layout: Layout) -> tuple[torch.Tensor, list[list[int]]]:
+        """Weights [3, landmarks], 0 where a head has none, and the chosen tokens, of the layer."""
         heads = torch.arange(3 * LAYER, 3 * LAYER + 3)
         page = self.blocks[2 * row, : layout.landmark_blocks] * 6 + heads[:, None]
         query = self.query[row].unflatten(0, (3, -1))
         scores = self.pages.score(query[None], self.pool.bytes, page[None])[0] * self.g.scale
         scores = scores[..., : layout.landmarks]
-        weights = group_attention(scores, torch.ones(3, layout.landmarks, dtype=torch.bool))
+        counts = torch.tensor([self.counts[row, int(head)] for head in heads])
+        weights = group_attention(scores, torch.arange(layout.landmarks) < counts[:, :1])
+        ranks = torch.where(torch.arange(layout.landmarks) < counts[:, :1], weights, -2)
         for start, end in layout.stays:
-            weights[:, start : min(end, layout.landmarks)] = -1
-        return weights, best(weights, layout.selected).sort(-1).values
+            ranks[:, start : min(end, layout.landmarks)] -= 1
+        chosen = best(ranks, layout.selected)
+        return weights, [head[:count].tolist() for head, (_, count) in zip(chosen, counts.tolist(), strict=True)]
 
 
 def layout_of(tokens: int, stays: tuple[tuple[int, int], ...], selected: int, per_page: int) -> Layout:
@@ -92,15 +121,19 @@ def layout_of(tokens: int, stays: tuple[tuple[int, int], ...], selected: int, pe
     return Layout(stays, selected, landmarks, -(-(stay + selected) // 16), -(-landmarks // per_page))
 
 
-def held_by(tables: PageTables, slot: int, head: int, layout: Layout, base: int) -> list[int]:
-    index = torch.arange(layout.stay, layout.kept, device=tables.lengths.device)
-    return (tables.positions.view(-1)[tables.locate(slot, head, index)] - base).tolist()
+def held_by(rows: Rows, row: int, head: int, base: int) -> tuple[list[int], list[int]]:
+    """Numbers of the selected tokens that a head holds, and the token slots where."""
+    tables, layout = rows.tables, rows.layouts[row]
+    selected = rows.counts[row, head][1]
+    where = tables.locate(2 * row, head, torch.arange(selected, device=tables.lengths.device) + layout.stay)
+    return (tables.positions.view(-1)[where] - base).tolist(), where.tolist()
 
 
 @runs_kernel
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dim, group, base", [(32, 1, 0), (64, 3, 0), (128, 4, 0), (64, 2, 5000)])
-def test_every_row_gets_what_it_wants(name: str, dim: int, group: int, base: int) -> None:
+@pytest.mark.parametrize("ragged", [False, True], ids=["alike", "ragged"])
+def test_every_row_gets_what_it_wants(name: str, dim: int, group: int, base: int, ragged: bool) -> None:
     """Rows of unlike length, one that does not select and one that is padding; whoever held a token keeps its place."""
     per_page = LandmarkPages(name, dim, 16 * 2 * dim * 4).tokens
     layouts = [
@@ -109,10 +142,10 @@ def test_every_row_gets_what_it_wants(name: str, dim: int, group: int, base: int
         layout_of(130, ((66, 130),), 16, per_page),
         layout_of(400, ((0, 40), (390, 400)), 350, per_page),
     ]
-    rows = Rows(name, dim, group, layouts, DEVICE, base)
+    rows = Rows(name, dim, group, layouts, DEVICE, base, ragged)
     expected = {i: rows.wanted(i, layout) for i, layout in enumerate(layouts) if layout}
-    before = {(i, h): held_by(rows.tables, 2 * i, 3 + h, layouts[i], base) for i in expected for h in range(3)}
-    other_layer = [held_by(rows.tables, 0, head, layouts[0], base) for head in range(3)]
+    before = {(i, h): held_by(rows, i, 3 + h, base)[0] for i in expected for h in range(3)}
+    other_layer = [held_by(rows, 0, head, base) for head in range(3)]
     lines = rows.lines()
     given = (t.to(DEVICE) for t in (rows.slots, rows.query, rows.blocks, rows.host_slots))
     slots, query, blocks, host_slots = given
@@ -122,21 +155,17 @@ def test_every_row_gets_what_it_wants(name: str, dim: int, group: int, base: int
     assert len(fetched) == int(lines.count), "a place is fetched for twice"
     assert (lines.fetches[:, int(lines.count) :] == -7).all()
     for i, (weights, wanted) in expected.items():
-        layout = layouts[i]
-        assert layout is not None
         for h in range(3):
-            now, then = held_by(rows.tables, 2 * i, 3 + h, layout, base), before[i, h]
-            assert_same_up_to_ties(weights[h], now, wanted[h].tolist())
-            index = torch.arange(layout.stay, layout.kept, device=rows.tables.lengths.device)
-            places = rows.tables.locate(2 * i, 3 + h, index).tolist()
-            for place, new, old in zip(places, now, then, strict=True):
+            now, places = held_by(rows, i, 3 + h, base)
+            assert_same_up_to_ties(weights[h], now, wanted[h])
+            for place, new, old in zip(places, now, before[i, h], strict=True):
                 if old in now:
                     assert new == old and place not in fetched
                 else:
                     source = (int(rows.host_slots[2 * i, new // HOST_SLOT]) * 6 + 3 + h) * HOST_SLOT + new % HOST_SLOT
                     assert fetched.pop(place) == (source, new)
     assert not fetched
-    assert other_layer == [held_by(rows.tables, 0, head, layouts[0], base) for head in range(3)]
+    assert other_layer == [held_by(rows, 0, head, base) for head in range(3)]
 
 
 def assert_same_up_to_ties(weights: torch.Tensor, found: list[int], wanted: list[int]) -> None:
