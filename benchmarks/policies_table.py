@@ -53,6 +53,12 @@ def _wgkv(level: float, tokens: int, model: str) -> dict[str, Any]:
     return {"cap": round(max(level * tokens - WGKV_WINDOW, 1) / (tokens - WGKV_WINDOW), 3)}
 
 
+def _wgkv_yakv(level: float, tokens: int, model: str) -> dict[str, Any]:
+    """As if the gate admitted everything: the window, landmarks of what is on the host, and what is selected."""
+    hosted = 1 - WGKV_WINDOW / tokens
+    return {"ratio": round(max(level - WGKV_WINDOW / tokens - LANDMARK, 0.01) / hosted, 4)}
+
+
 def _selecting(local: int) -> Callable[[float, int, str], dict[str, Any]]:
     """The last `local` tokens stay beside what is selected."""
     return lambda level, tokens, model: {"ratio": round(level - local / tokens, 4)}
@@ -68,6 +74,7 @@ KNOBS: dict[str, Callable[[float, int, str], dict[str, Any]]] = {
     "wgkv": _wgkv,
     "wgkv+quest": lambda level, tokens, model: {"budget_tokens": max(round(level * tokens), WGKV_WINDOW + 16)},
     "wgkv+snapkv": lambda level, tokens, model: {"budget": max(round(level * tokens) - WGKV_WINDOW, 16)},
+    "wgkv+yakv": _wgkv_yakv,
     "yakv": _selecting(64),
 }
 """Knobs for a level at a number of tokens, where they are not just the level as the knob that requests may change."""
