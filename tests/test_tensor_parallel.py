@@ -95,6 +95,12 @@ def test_admission(model: Path, reference: Reference, tmp_path: Path) -> None:
     check(replace(case.rule, ranks=2), reference, found)
 
 
+def test_admission_with_a_host(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank has on its host what its own heads admitted."""
+    case = wgkv(model, (LAYERS, KV_HEADS, 32), codec="auto", ratio=0.2, cap=0.6, every=100, window=24)
+    check(replace(case.rule, ranks=2), reference, answers(model, **case.arguments(model, tmp_path)))
+
+
 def test_selection(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Each rank has the prompt of its own heads on its host, or part of it, or their bounds."""
     knobs = {"ratio": 0.2, "local": 16, "codec": "auto", "host_gib": 0.01}
@@ -102,8 +108,6 @@ def test_selection(model: Path, reference: Reference, tmp_path: Path) -> None:
     check(Selecting(ANGLES, ratio=0.2, local=16, codec="auto"), reference, found)
     shape = (LAYERS, KV_HEADS, QUERY_HEADS // KV_HEADS, 96)
     case = fastkvzip_yakv(0.2, 0.4, 24, 100, share=0.1, shape=shape, codec="auto", fetch=0.1)
-    check(replace(case.rule, ranks=2), reference, answers(model, **case.arguments(model, tmp_path)))
-    case = wgkv(model, (LAYERS, KV_HEADS, 32), codec="auto", ratio=0.2, cap=0.6, every=100, window=24)
     check(replace(case.rule, ranks=2), reference, answers(model, **case.arguments(model, tmp_path)))
     found = answers(model, kv_policy="quest", kv_policy_config={"ratio": 0.3, "dense_layers": 0})
     check(Quest(0.3, dense_layers=0), reference, found)
