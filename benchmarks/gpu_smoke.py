@@ -37,7 +37,7 @@ GATED_COMPRESSED = [
     ("wgkv", {"tau": 0.5, "window": 64, "defer": True}),
     ("wgkv+snapkv", {"tau": 0.5, "window": 64, "budget": 64, "cut_every": 256}),
     ("wgkv+quest", {"tau": 0.5, "window": 64, "budget_tokens": 128}),
-    ("wgkv+yakv", {"tau": 0.5, "window": 64, "cap": 0.5, "cut_every": 256}),
+    ("wgkv+yakv", {"tau": 0.5, "window": 64, "cut_every": 256}),
 ]
 PromptSets = dict[str, list[tuple[list[int], int]]]
 """Prompts and bounds on their answers, by the name of the set."""

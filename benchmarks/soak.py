@@ -1,4 +1,4 @@
-"""Random requests against a pool and a host tier that are too small, under HeteroCache with retrieval or YAKV.
+"""Random requests against a pool and a host tier that are too small, under a policy that keeps something on the host.
 
     python -m benchmarks.soak --out FILE [--policy heterocache] [--requests 300] [--seed 0]
 
@@ -31,11 +31,13 @@ from vllm_kvplug.tiny import VOCAB, random_gate
 
 MAX_LEN, MOST_TOKENS = 1616, 110
 BLOCKS = 112  # two long requests do not fit
-HOST_GIB = {"heterocache": 0.0034, "yakv": 0.0009, "fastkvzip+yakv": 0.0004}  # nor does what they keep on the host
+HOST_GIB = {"heterocache": 0.0034, "yakv": 0.0009, "fastkvzip+yakv": 0.0004, "wgkv+yakv": 0.0009}
+"""Nor does what they keep on the host."""
 KNOBS = {
     "heterocache": {"rho": 0.6, "tau_drift": 0.42, "land_after": 2, "fetch_mib_per_step": 0.25},
     "yakv": {"ratio": 0.1, "sinks": 2, "local": 32},
     "fastkvzip+yakv": {"ratio": 0.2, "offload": 0.4, "fetch": 0.1, "window": 32, "cut_every": 400},
+    "wgkv+yakv": {"ratio": 0.2, "tau": 0.5, "window": 32, "cut_every": 400},
 }
 
 
@@ -54,7 +56,8 @@ class Job:
     refused: bool = False
 
 
-def random_jobs(count: int, seed: int) -> list[Job]:
+def random_jobs(count: int, seed: int, budgets: bool = True) -> list[Job]:
+    """budgets: whether requests may ask for one of their own, or for none."""
     draw, step, jobs = random.Random(seed), 0, []
     for _ in range(count):
         step += draw.choice([0, 0, 1, 2, draw.randrange(20)])
@@ -65,7 +68,7 @@ def random_jobs(count: int, seed: int) -> list[Job]:
             Job(
                 prompt=[draw.randrange(VOCAB) for _ in range(length)],
                 tokens=draw.randint(1, MOST_TOKENS),
-                options=random_options(draw, length),
+                options=random_options(draw, length, budgets),
                 arrives=step,
                 aborted_after=draw.randrange(60) if draw.random() < 0.15 else None,
             )
@@ -73,11 +76,11 @@ def random_jobs(count: int, seed: int) -> list[Job]:
     return jobs
 
 
-def random_options(draw: random.Random, length: int) -> dict[str, Any]:
+def random_options(draw: random.Random, length: int, budgets: bool) -> dict[str, Any]:
     kind = draw.randrange(8)
-    if kind == 0:
+    if kind == 0 and budgets:
         return {"kvplug.off": True}
-    options: dict[str, Any] = {"kvplug.budget": draw.choice([0.4, 0.5, 0.8, 1.0])} if kind <= 3 else {}
+    options: dict[str, Any] = {"kvplug.budget": draw.choice([0.4, 0.5, 0.8, 1.0])} if kind <= 3 and budgets else {}
     if kind in (3, 4) and length > 2:
         start = draw.randrange(length - 1)
         options["kvplug.protect"] = [start, draw.randint(start + 1, min(length, start + 200))]
@@ -92,8 +95,8 @@ def soaked_engine(model: Path, policy: str, **limits: Any) -> Iterator[Any]:
     knobs = {**KNOBS[policy], "host_gib": limits.pop("host_gib")}
     if policy == "heterocache":
         knobs["profile"] = str(write_profile(model, model.parent / "profile.json"))
-    if policy == "fastkvzip+yakv":
-        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", "fastkvzip"))
+    if policy in ("fastkvzip+yakv", "wgkv+yakv"):
+        knobs["gate"] = str(random_gate(model, model.parent / "gate.safetensors", policy.partition("+")[0]))
     with engine(str(model), **common, kv_policy=policy, kv_policy_config=knobs, **limits) as llm:
         yield llm
 
@@ -229,7 +232,7 @@ def mismatched(llm: Any, jobs: list[Job]) -> list[int]:
 
 def soak(count: int, seed: int, policy: str = "heterocache") -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Metrics, and a row for every mismatched job."""
-    jobs = random_jobs(count, seed)
+    jobs = random_jobs(count, seed, budgets=policy != "wgkv+yakv")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         limits = {"num_gpu_blocks_override": BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 256}

@@ -23,7 +23,7 @@ from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_quest import Quest
 from reference_yakv import Selecting
-from selection_tools import WatchStored, check_steps
+from selection_tools import WatchHosted, WatchStored, check_hosted, check_steps
 from test_engine_yakv import engine_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -93,6 +93,19 @@ def test_pages_of_what_was_admitted(mode: str, tiny_model_dir: Path, reference: 
         assert_replayed(llm, mode, seen)
     for ask, answer in zip(ASKS, answers, strict=True):
         check_logprobs(answer, reference.replay(ask.prompt, case.rule, ask.tokens))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_that_a_gate_admitted(mode: str, tiny_model_dir: Path, reference: Reference, tmp_path: Path) -> None:
+    """Heads have unlike many of them on the host; what leaves the window is promoted before a graph is replayed."""
+    case = wgkv(tiny_model_dir, codec="auto", ratio=0.2, sinks=2, cap=0.8, every=64)
+    with tiny_engine(tiny_model_dir, **MODES[mode], **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        watch, seen = WatchHosted(llm, integrity=True), watch_selection(runtime(llm).selector)
+        answers = serve(llm, ASKS)
+        assert_idle(llm)
+        assert_replayed(llm, mode, seen)
+    for ask, answer in zip(ASKS, answers, strict=True):
+        check_hosted(reference, case.rule, ask.prompt, answer, watch)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -58,6 +58,22 @@ def test_tokens_that_a_gate_left_to_the_host(tiny_model_dir: Path, tmp_path: Pat
 
 
 @in_interpreter
+def test_tokens_that_a_gate_admitted(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Heads have unlike many of them on the host, which only the device knows."""
+    case = wgkv(tiny_model_dir, codec="auto", ratio=0.2, sinks=2)
+    with tiny_engine(tiny_model_dir, **LIMITS, **case.arguments(tiny_model_dir, tmp_path)) as llm:
+        selector = runtime(llm).selector
+        room = selector.landmarks, selector.geometry, selector.pool, selector.tables, 3
+        selector.lines = SelectedLines("higgs2", *room)
+        watch = WatchHosted(llm, integrity=True)
+        answers = serve(llm, ASKS)
+        assert_idle(llm)
+    for ask, answer in zip(ASKS, answers, strict=True):
+        check_hosted(Reference(tiny_model_dir), case.rule, ask.prompt, answer, watch)
+    assert len(watch.hosted) == 2
+
+
+@in_interpreter
 def test_pages(tiny_model_dir: Path) -> None:
     knobs = {"ratio": 0.3, "dense_layers": 1}
     with tiny_engine(tiny_model_dir, **LIMITS, kv_policy="quest", kv_policy_config=knobs) as llm:

@@ -75,6 +75,7 @@ KNOBS: Mapping[str, Mapping[str, Any]] = {
     "heterocache": {"rho": 0.6, "host_gib": 0.05},
     "yakv": {"ratio": 0.1, "local": 16, "host_gib": 0.05},
     "fastkvzip+yakv": {"ratio": 0.2, "offload": 0.4, "cut_every": 128, "host_gib": 0.05},
+    "wgkv+yakv": {"tau": 0.5, "window": 32, "cut_every": 128, "host_gib": 0.05},
     "quest": {"ratio": 0.1},
 }
 
@@ -87,8 +88,8 @@ def test_an_engine_does_what_was_foretold(name: str, tiny_model_dir: Path, tmp_p
     if name == "heterocache":
         model = make_model(tmp_path)
         knobs["profile"] = str(write_profile(model, tmp_path / "profile.json"))
-    if name == "fastkvzip+yakv":
-        knobs["gate"] = str(random_gate(model, tmp_path / "gate.safetensors", "fastkvzip"))
+    if name in ("fastkvzip+yakv", "wgkv+yakv"):
+        knobs["gate"] = str(random_gate(model, tmp_path / "gate.safetensors", name.partition("+")[0]))
     engine = replace(ENGINE, shape=planning.model_shape(planning.model_config(str(model)), "tiny", 1, 4))
     policy = make_policy(name, knobs, engine.shape)
     told = planning.forecast(policy, engine, CONTEXT, MOST, AVAILABLE)

@@ -161,8 +161,8 @@ def knobs_of(tmp_path: Path, shape: ModelShape) -> dict[str, list[dict[str, Any]
         "wgkv+quest": [{"gate": write}, {"gate": write, "budget_tokens": 32, "window": 16}],
         "wgkv+yakv": [
             {"gate": write},
-            {"gate": write, "cap": 0.2, "ratio": 0.001, "min_tokens": 1, "window": 1, "cut_every": 16, "codec": "auto"},
-            {"gate": write, "ratio": 1},
+            {"gate": write, "cap": 0.2, "window": 1, "sinks": 2, "cut_every": 16, "min_tokens": 1, "max_tokens": 3},
+            {"gate": write, "ratio": 1, "codec": "auto"},
         ],
         "wgkv+snapkv": [{"gate": write}, {"gate": write, "budget": 16, "queries": 1, "window": 1, "kernel": 1}],
         "random": [{}, {"ratio": 0.001}, {"ratio": 1}, {"budget_tokens": 1, "seed": 3}, {"budget_tokens": 10_000}],
@@ -222,9 +222,9 @@ def check_cuts(policy: Policy[Any]) -> None:
         if policy.local is not None:
             left = max(n - cuts.window, 0)
             safe = min(policy.config.sinks, left)
-            cap = Fraction(str(policy.config.cap)) * (left - safe)
-            each = int(cap) * heads if policy.selects else int(cap * heads)  # on the host all heads have the same room
-            assert cuts.capped(n, heads) == safe * heads + each
+            own = heads if cuts.allocation == "uniform" else 1
+            most = safe * heads + int(Fraction(str(policy.config.cap)) * (left - safe) * heads / own) * own
+            assert cuts.capped(n, heads) == most
             continue
         assert cuts.prefill_end == n and cuts.window >= 1 and 0 <= cuts.share <= 1
         if not policy.gated:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from fractions import Fraction
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvplug.cuts import Cuts
+from vllm_kvplug.cuts import AdmissionCuts, Cuts
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.plan import SharedPlan, ceil_div
 from vllm_kvplug.policies.registry import make_policy
 from vllm_kvplug.policies.selecting import SelectingPolicy
-from vllm_kvplug.selection import HostedPlan, Layout, SelectionPlan
+from vllm_kvplug.selection import AdmittedPlan, Chosen, HostedPlan, Layout, SelectionPlan
 from vllm_kvplug.shape import ModelShape
 
 NONE = RequestOptions()
@@ -136,3 +137,60 @@ def test_no_more_blocks_than_what_survives(data: st.DataObject) -> None:
     judged = cuts.judged(end)
     assert layout.landmarks <= judged - sum(t in range(*protect[0]) for t in range(judged))
     assert layout.landmarks <= plan.tokens_per_page * layout.landmark_blocks
+
+
+# ------------------------------------------------------------------------------------------ behind a gate on admission
+
+
+def admitted_plan(cap: Fraction, window: int, every: int, chosen: Chosen, protect: object = ()) -> AdmittedPlan:
+    def cuts_of(n: int) -> AdmissionCuts:
+        return AdmissionCuts(n, every, window, cap, protect=protect, allocation="uniform")
+
+    return AdmittedPlan(SHAPE, cuts_of, chosen, tokens_per_page=240)
+
+
+def test_admitted_tokens_by_hand() -> None:
+    """8,000 tokens, of which 256 are in the window and 44 protected: of 7,700 others each head may admit half."""
+    plan = admitted_plan(Fraction(1, 2), 256, 2048, Chosen(0.125, 16, None), protect=((0, 44),))
+    # 481 of 3,850 are selected: with 300 that stay, 781 tokens, and 17 pages of landmarks.
+    assert plan.layout(8000) == Layout((), 481, 3850, 50, 17, ahead=300)
+    assert plan.layout(8000).stay == 300 and plan.layout(8000).excluded == 0
+    assert plan.held(8000, 8000)[1] == 67 and plan.kept_tokens(8000) == 12 * 781
+    assert [plan.decode_blocks(8000, n) for n in (8001, 8017)] == [67, 68]
+    assert plan.layout(256) is None and plan.layout(300) is None
+    assert plan.next_cut(8000, 8000) == 8001
+
+
+@given(st.floats(0.001, 1), st.integers(1, 99), st.none() | st.integers(99, 500), st.lists(st.integers(0, 10**6)))
+@settings(deadline=None)
+def test_scheduler_and_device_select_equally_many(
+    share: float, least: int, most: int | None, tokens: list[int]
+) -> None:
+    chosen = Chosen(share, least, most)
+    found = [chosen.of(n) for n in tokens]
+    assert chosen.of_heads(torch.tensor(tokens, dtype=torch.int64)).tolist() == found
+    assert all(0 <= one <= n for one, n in zip(found, tokens, strict=True))
+
+
+def test_a_share_is_taken_as_written() -> None:
+    assert [Chosen(share, 1, None).of(100) for share in (0.29, 1 / 3, 0.03125, 0.0001)] == [29, 33, 3, 1]
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_no_more_blocks_than_what_may_be_admitted(data: st.DataObject) -> None:
+    end, start = data.draw(st.integers(1, 6000)), data.draw(st.integers(0, 3000))
+    protect = ((start, start + data.draw(st.integers(1, 2000))),)
+    cap = Fraction(data.draw(st.integers(1, 100)), 100)
+    knobs = cap, data.draw(st.integers(1, 300)), data.draw(st.integers(16, 4000))
+    plan = admitted_plan(*knobs, Chosen(data.draw(st.floats(0.001, 1)), data.draw(st.integers(1, 99)), None), protect)
+    shared, length = SharedPlan(SHAPE, plan.cuts_of), end + data.draw(st.integers(0, 500))
+    (before, after), layout = plan.held(end, end), plan.layout(end)
+    assert before == shared.held(end, end)[0] and after <= shared.held(end, end)[1]
+    assert plan.decode_blocks(end, length) <= shared.decode_blocks(end, length) <= plan.peak_blocks(length)
+    assert plan.row_entries(end, length) <= plan.most_entries(length)
+    assert plan.row_entries(end, length) - plan.row_entries(end, end) == plan.decode_blocks(end, length) - after
+    assert plan.cuts_of(end).guaranteed() <= plan.cuts_of(end + 1).guaranteed()  # and so host slots never fall
+    if layout is not None:
+        assert layout.kept <= 16 * layout.token_blocks and 0 < layout.selected <= layout.landmarks
+        assert layout.stay + layout.landmarks <= end and layout.landmarks <= 240 * layout.landmark_blocks

@@ -12,7 +12,7 @@ from benchmarks.engine import runtime
 from benchmarks.soak import Poison, soak, soaked_engine
 
 
-@pytest.mark.parametrize("policy", ["heterocache", "yakv", "fastkvzip+yakv"])
+@pytest.mark.parametrize("policy", ["heterocache", "yakv", "fastkvzip+yakv", "wgkv+yakv"])
 def test_soak(policy: str) -> None:
     metrics, mismatched = soak(80, 4, policy)
     found = {name.removeprefix("soak."): value for name, value in metrics.items()}

@@ -95,6 +95,12 @@ def test_admission(model: Path, reference: Reference, tmp_path: Path) -> None:
     check(replace(case.rule, ranks=2), reference, found)
 
 
+def test_admission_with_a_host(model: Path, reference: Reference, tmp_path: Path) -> None:
+    """Each rank has on its host what its own heads admitted."""
+    case = wgkv(model, (LAYERS, KV_HEADS, 32), codec="auto", ratio=0.2, cap=0.6, every=100, window=24)
+    check(replace(case.rule, ranks=2), reference, answers(model, **case.arguments(model, tmp_path)))
+
+
 def test_selection(model: Path, reference: Reference, tmp_path: Path) -> None:
     """Each rank has the prompt of its own heads on its host, or part of it, or their bounds."""
     knobs = {"ratio": 0.2, "local": 16, "codec": "auto", "host_gib": 0.01}

@@ -156,6 +156,7 @@ def test_budgets_that_hold_everything(name: str, tmp_path: Path):
         ("fastkvzip+yakv", {"offload": 0.9}),
         ("wgkv", {}),
         ("wgkv+snapkv", {"queries": 9}),
+        ("wgkv+yakv", {"cap": 0.5, "max_tokens": 99}),
     ],
 )
 def test_gates_that_let_everything_through(name: str, given: dict[str, Any], tmp_path: Path):

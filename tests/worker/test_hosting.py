@@ -15,7 +15,10 @@ from test_memory import PeakMemory
 from test_registry import save_sink_gate
 
 from vllm_kvplug import memory
+from vllm_kvplug.calibrate.profile import ProfiledModel
 from vllm_kvplug.cuts import Cuts
+from vllm_kvplug.gates.files import GateMetadata, WriteGateShape, save_gate
+from vllm_kvplug.gates.write_gate import WriteGate
 from vllm_kvplug.memory import Geometry
 from vllm_kvplug.options import RequestOptions
 from vllm_kvplug.placement import pool
@@ -26,9 +29,11 @@ from vllm_kvplug.shape import ModelShape
 from vllm_kvplug.tiers.codecs import Codec
 from vllm_kvplug.tiers.host import HostPool
 from vllm_kvplug.tiers.lane import Lane
-from vllm_kvplug.worker.hosting import HostedSelector, HostingCutter
+from vllm_kvplug.worker.hosting import HostedSelector, HostingAdmitter, HostingCutter
 
 CPU = torch.device("cpu")
+ODD = torch.tensor([1, 3, 5])
+NOTHING: Any = None
 
 
 class HostedRequest(Request):
@@ -96,6 +101,47 @@ def test_every_token_is_somewhere_or_gone(score: float, protect: tuple[tuple[int
     assert total == plan.kept_tokens(400) <= 16 * layout.token_blocks * request.heads
     if score == inf:  # the others' tokens yield, but for what they have to themselves
         assert int(request.tables.lengths[0, 1]) < int(request.tables.lengths[0, 0])
+
+
+@pytest.mark.parametrize("cap", [0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_admission_takes_no_more_than_is_charged(
+    cap: float, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the longest prompt, of which every head admits all that it may, or every second one nothing."""
+    monkeypatch.setattr(pool, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(memory, "COPY_BYTES", 1 << 16)
+    tokens = 3000
+    shape = ModelShape(3, 2, 4, 64, rotary=(0.1,) * 32, page_itemsize=dtype.itemsize)
+    metadata = GateMetadata(model=ProfiledModel.of_shape(shape), gate=WriteGateShape(hidden=8), source="test", date="-")
+    save_gate(tmp_path / "gate.safetensors", WriteGate(3, 2, 64, 8), metadata)
+    knobs = {"gate": str(tmp_path / "gate.safetensors"), "cap": cap, "tau": 0.5, "window": 32, "sinks": 3}
+    policy = make_policy("wgkv+yakv", knobs, shape)
+    geometry = Geometry.of_rank(shape, 0, dtype, max_requests=1, max_tokens=tokens)
+    for scores in (torch.ones(geometry.heads, 1000), torch.ones(geometry.heads, 1000).index_fill(0, ODD, 0)):
+        request = Request(policy.cuts(tokens), geometry)
+        where = request.pool, request.tables
+        host = HostPool(48, Codec("higgs4", 64, dtype), False, request.heads)
+        selector = HostedSelector(policy, geometry, *where, host, Lane(CPU))
+        admitter = HostingAdmitter(geometry, *where, policy.local, NOTHING, NOTHING, selector)
+        request.live.policy, request.live.plan = policy, policy.plan()
+        selector.begin(request.live)
+        selector.lane.close()
+        for length in (1000, 2000, 3000):
+            request.come_to(length, scores)
+            with torch.inference_mode(), PeakMemory() as peak:
+                admitter.finish(request.live, length - 1000, length)
+        hosted = int(cap * (tokens - 32 - 3))
+        admitted = torch.where(scores[:, 0] > 0, hosted, 0)
+        assert selector.layouts[0, :, 2].equal(admitted)
+        assert request.tables.lengths[0].equal(35 + policy.plan().chosen.of_heads(admitted).int())
+        charged = memory.workspace_bytes(policy, geometry, True)
+        assert peak.most <= charged
+        check_integrity(request.tables, {0: request.live.row[0].tolist()})
+        selector.prepare([request.live], 1)
+        with torch.inference_mode(), PeakMemory() as selecting:
+            selector.select(torch.zeros(1, dtype=torch.int32), 0, torch.randn(1, 4, 64).to(dtype))
+        assert selecting.most <= memory.selecting_bytes(policy, geometry, False)
 
 
 def plan_blocks(request: Request) -> list[int]:
