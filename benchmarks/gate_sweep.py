@@ -11,9 +11,9 @@ DIR/eval and, with its --multiquery, DIR/multiquery, kvzip_P, the oracle of fast
 NAME_tau02 and so on, wgkv with another write gate. --runs leaves out all runs that it does not name.
 
 admitted is the share that a write gate let in of tokens that have left the window; stored_ratio, of all tokens, has the
-window in it. admit30 and admit15 are the runs of wgkv with the best score of those that admit no more than that
-percentage, stored30 and stored15 of those that store no more, as a baseline of that budget does. What else rows hold,
-and how a call goes on with another's file: benchmarks/eval_tasks.py.
+window in it. admit30 and admit15 are the runs of the shipped gate with the best score of those that admit no more than
+that percentage, stored30 and stored15 of those that store no more, as a baseline of that budget does. What else rows
+hold, and how a call goes on with another's file: benchmarks/eval_tasks.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def admission_metrics(rows: list[Row], metrics: dict[str, float]) -> dict[str, f
     for key, (what, counted), most in product(
         dict.fromkeys(row["key"] for row in gated), (("admit", "admitted"), ("stored", "stored_ratio")), SHARES
     ):
-        runs = [row for row in gated if row["key"] == key and all_metrics[f"{key}.{row['run']}.{counted}"] <= most]
+        shipped = (row for row in gated if row["key"] == key and "gate" not in row["knobs"])
+        runs = [row for row in shipped if all_metrics[f"{key}.{row['run']}.{counted}"] <= most]
         if runs:
             best = max(runs, key=lambda row: fmean(row["scores"]))
             old, new = f"{key}.{best['run']}.", f"{key}.{what}{percent(most)}."

@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--outputs", type=int, default=257, metavar="TOKENS", help="of every answer")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--at-once", type=int, default=2, metavar="ENGINES", help="that share the GPU's memory")
-    parser.add_argument("--cut-every", type=int, default=8192, metavar="TOKENS", help="between two looks at wgkv's cap")
+    parser.add_argument("--cut-every", type=int, default=4096, metavar="TOKENS", help="between two looks at wgkv's cap")
     args = parser.parse_args()
     names = ["bf16", *args.policies, *(f"synthetic {policy}" for policy in args.policies)]
     rows: list[Row] = []

@@ -214,12 +214,14 @@ def test_knobs_keep_about_the_level(name: str, level: float, tokens: int, monkey
 
 
 def test_thresholds_by_what_they_admit():
-    """The best of the runs that admit, or store, no more than a share, whatever gate they have; none where all do."""
+    """The best of the runs that admit, or store, no more than a share, of the shipped gate; none where all do."""
     rows = [
         {"key": "eval4096", "run": f"tau{tau}", "policy": "wgkv", "knobs": {"tau": tau / 100}, "stored_ratio": stored}
         | {"prompt_tokens": 2560.0, "scores": [score]}
         for tau, stored, score in [(10, 0.4, 0.9), (30, 0.28, 0.8), (31, 0.29, 0.7), (50, 0.25, 0.6), (90, 0.19, 0.5)]
     ]
+    other = {**rows[-1], "run": "tight_tau10", "knobs": {"tau": 0.1, "gate": "tight.safetensors"}, "scores": [1.0]}
+    rows.append(other)
     metrics = {f"eval4096.{row['run']}.stored_ratio": row["stored_ratio"] for row in rows}
     found = gate_sweep.admission_metrics([*rows, {"key": "eval4096", "run": "full"}], metrics)
     assert (found["eval4096.stored30.stored_ratio"], found["eval4096.stored30.tau"]) == (0.28, 0.3)
