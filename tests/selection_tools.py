@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from engine_tools import ROUNDING, Answer, Snapshot, Watch
+from engine_tools import ROUNDING, Answer, Ask, Snapshot, Watch, runtime, scheduler, serve
 from reference import Reference, Replay
 from reference_hosted import Hosted, Selection, WGKVYakv
 from reference_yakv import Selecting
@@ -83,6 +83,19 @@ def check_steps(
     error = (answer.logprobs - replay.logits.log_softmax(-1)).abs().amax(1)
     assert error.median() <= ROUNDING and error.max() <= WORST, error
     return replay
+
+
+def serve_with_slots(llm: Any, asks: Sequence[Ask], slots: int) -> list[Answer]:
+    """Answers of an engine whose host tier has so few slots that requests have to wait."""
+    manager, waits = scheduler(llm)._head_pages, []
+    assert manager.host.capacity == runtime(llm).selector.host.slots == slots
+
+    def look() -> None:
+        waits.extend(not manager.host.fits(manager._host_slots(r.request_id)) for r in scheduler(llm).waiting)
+
+    answers = serve(llm, asks, look)
+    assert any(waits), "nobody had to wait"
+    return answers
 
 
 class WatchHosted(WatchStored):

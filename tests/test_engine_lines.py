@@ -42,25 +42,15 @@ def test_tokens_from_the_host(case: dict[str, Any], tiny_model_dir: Path) -> Non
 
 
 @in_interpreter
-def test_tokens_that_a_gate_left_to_the_host(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """They are known by numbers, which page tables hold above all positions."""
-    case = fastkvzip_yakv(0.2, 0.5, 20, 128, codec="auto", fetch=0.1)
-    with tiny_engine(tiny_model_dir, **LIMITS, **case.arguments(tiny_model_dir, tmp_path)) as llm:
-        selector = runtime(llm).selector
-        room = selector.landmarks, selector.geometry, selector.pool, selector.tables, 3
-        selector.lines = SelectedLines("higgs2", *room)
-        watch = WatchHosted(llm, integrity=True)
-        answers = serve(llm, ASKS)
-        assert_idle(llm)
-    for ask, answer in zip(ASKS, answers, strict=True):
-        check_hosted(Reference(tiny_model_dir), case.rule, ask.prompt, answer, watch)
-    assert len(watch.hosted) == 2
-
-
-@in_interpreter
-def test_tokens_that_a_gate_admitted(tiny_model_dir: Path, tmp_path: Path) -> None:
-    """Heads have unlike many of them on the host, which only the device knows."""
-    case = wgkv(tiny_model_dir, codec="auto", ratio=0.2, sinks=2)
+@pytest.mark.parametrize("kind", ["left", "admitted"])
+def test_tokens_that_a_gate_sent_to_the_host(kind: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    """They are known by numbers, which page tables hold above all positions. Of what a gate has admitted heads have
+    unlike many there, which only the device knows.
+    """
+    if kind == "admitted":
+        case = wgkv(tiny_model_dir, codec="auto", ratio=0.2, sinks=2)
+    else:
+        case = fastkvzip_yakv(0.2, 0.5, 20, 128, codec="auto", fetch=0.1)
     with tiny_engine(tiny_model_dir, **LIMITS, **case.arguments(tiny_model_dir, tmp_path)) as llm:
         selector = runtime(llm).selector
         room = selector.landmarks, selector.geometry, selector.pool, selector.tables, 3

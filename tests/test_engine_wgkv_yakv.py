@@ -14,8 +14,6 @@ from engine_tools import (
     check_segments,
     greedy,
     one_thread,  # noqa: F401
-    runtime,
-    scheduler,
     serve,
     tiny_engine,
     token_ids,
@@ -23,7 +21,7 @@ from engine_tools import (
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_hosted import Selection
-from selection_tools import WatchHosted, check_hosted
+from selection_tools import WatchHosted, check_hosted, serve_with_slots
 from transformers import AutoConfig
 
 from vllm_kvplug.errors import PolicyError
@@ -136,15 +134,7 @@ def test_a_host_tier_that_is_too_small(tiny_model_dir: Path, tmp_path: Path) -> 
         expected = [serve(llm, [ask])[0].tokens for ask in asks]
     arguments["kv_policy_config"]["host_gib"] = 5.5 * TOKEN_BYTES * 64 / (1 << 30)  # five slots of 64 tokens
     with tiny_engine(tiny_model_dir, **arguments) as llm:
-        manager, waits = scheduler(llm)._head_pages, []
-        assert manager.host.capacity == runtime(llm).selector.host.slots == 5
-
-        def look() -> None:
-            waits.extend(not manager.host.fits(manager._host_slots(r.request_id)) for r in scheduler(llm).waiting)
-
-        answers = serve(llm, asks, look)
-        assert any(waits), "nobody had to wait"
-        assert [a.tokens for a in answers] == expected
+        assert [a.tokens for a in serve_with_slots(llm, asks, 5)] == expected
         assert_idle(llm)
         # Half of what is beyond the window of 32, 326 tokens, is more than five slots hold.
         with pytest.raises(ValueError, match="needs 6 slots of host memory .* has 5: lower max_tokens, or raise host_"):

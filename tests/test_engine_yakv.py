@@ -15,7 +15,6 @@ from engine_tools import (
     greedy,
     one_thread,  # noqa: F401
     runtime,
-    scheduler,
     serve,
     tiny_engine,
     token_ids,
@@ -23,7 +22,7 @@ from engine_tools import (
 from option_tools import EVERYTHING, assert_idle
 from reference import Reference
 from reference_yakv import Selecting, Selection
-from selection_tools import WatchStored, check_steps
+from selection_tools import WatchStored, check_steps, serve_with_slots
 
 from vllm_kvplug.errors import PolicyError
 from vllm_kvplug.policies.registry import make_policy
@@ -139,15 +138,7 @@ def test_a_host_tier_that_is_too_small(tiny_model_dir: Path) -> None:
         expected = [serve(llm, [ask])[0].tokens for ask in asks]
     gib = 9.5 * TOKEN_BYTES * 64 / (1 << 30)  # nine slots of 64 tokens
     with tiny_engine(tiny_model_dir, **yakv(host_gib=gib)) as llm:
-        manager, waits = scheduler(llm)._head_pages, []
-        assert manager.host.capacity == runtime(llm).selector.host.slots == 9
-
-        def look() -> None:
-            waits.extend(not manager.host.fits(manager._host_slots(r.request_id)) for r in scheduler(llm).waiting)
-
-        answers = serve(llm, asks, look)
-        assert any(waits), "nobody had to wait"
-        assert [a.tokens for a in answers] == expected
+        assert [a.tokens for a in serve_with_slots(llm, asks, 9)] == expected
         assert_idle(llm)
         with pytest.raises(
             ValueError, match="needs 10 slots of host memory .* has 9: lower max_tokens, or raise host_gib"
